@@ -1,0 +1,55 @@
+"""Settings of the broker and of what is sampled."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown keys and silent conversions; values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class BrokerConfig(StrictModel):
+    """Where the broker is and how long anyone waits for it."""
+
+    backend: Literal["zmq", "redis"] = "zmq"
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535, description="0: a free port, chosen by the operating system")
+    url: str = Field("", description="an existing broker: tcp://host:port or redis://host:port/0; empty: we start one")
+    namespace: str = Field("", description="prefix of the Redis keys; empty: <project>/<experiment>")
+    lease_timeout_s: float = Field(30.0, gt=0)
+    member_timeout_s: float = Field(10.0, gt=0)
+    heartbeat_s: float = Field(1.0, gt=0)
+    max_attempts: int = Field(3, ge=1)
+    reconnect_timeout_s: float = Field(60.0, gt=0)
+    max_frame_bytes: int = Field(256 << 20, gt=0)
+
+
+class RolloutConfig(StrictModel):
+    """What is sampled for one learner step, and how old it may be when it is trained."""
+
+    groups_per_step: int = Field(16, ge=1, description="B: prompts a learner step")
+    completions_per_group: int = Field(8, ge=1, description="n: completions a prompt")
+    max_staleness: int = Field(1, ge=0, description="η: learner steps between sampling and training a token")
+    on_stale: Literal["mask", "drop"] = "mask"
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
+    allow_truncated_sampling: bool = False
+    max_prompt_length: int = Field(64, ge=1, description="tokens; longer prompts are left out, and counted")
+    max_response_length: int = Field(16, ge=1, description="tokens")
+    group_timeout_s: float = Field(300.0, gt=0)
+
+    @property
+    def samples_per_step(self) -> int:
+        """B · n."""
+        return self.groups_per_step * self.completions_per_group
+
+    @property
+    def window(self) -> int:
+        """Outstanding groups allowed: (η + 1) · B."""
+        return (self.max_staleness + 1) * self.groups_per_step

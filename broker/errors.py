@@ -1,0 +1,25 @@
+"""The error tree of everything that talks through the broker."""
+
+
+class SlipstreamError(Exception):
+    """Base of the errors that this project raises on purpose."""
+
+
+class BrokerError(SlipstreamError):
+    """A conversation with the broker failed."""
+
+
+class BrokerClosed(BrokerError):
+    """This side closed the connection."""
+
+
+class BrokerUnreachable(BrokerError):
+    """The broker did not answer within ``broker.reconnect_timeout_s``."""
+
+
+class RunFinished(BrokerError):
+    """The run has ended; there is nothing more to lease or to train."""
+
+
+class Refused(BrokerError):
+    """The broker understood the request and will not do it (malformed frame, wrong schema, abandoned policy)."""

@@ -1,0 +1,43 @@
+"""The staleness rule as pure functions (docs/architecture.md, "The staleness rule").
+
+v: learner version. η: max_staleness. B: groups per step. w: version a generator holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def next_training_version(version: int, batches_out: int) -> int:
+    """The version at which the next assembled batch will be trained: each batch out moves the learner one on."""
+    return version + batches_out
+
+
+def admitted(
+    *, policy_version: int, version: int, batches_out: int, outstanding: int, max_staleness: int, window: int
+) -> bool:
+    """Whether a generator holding ``policy_version`` may lease one more prompt.
+
+    Fewer than ``window`` groups may be outstanding (leased, buffered, in batches), and a token sampled now must be
+    trainable by the next batch: w >= v' - η with v' the version at which that batch is trained.
+    """
+    return outstanding < window and policy_version >= next_training_version(version, batches_out) - max_staleness
+
+
+def tokens_left(tokens_per_version: Mapping[int, int], *, version: int, max_staleness: int) -> int:
+    """Tokens that carry loss when trained at ``version``."""
+    return sum(count for sampled, count in tokens_per_version.items() if sampled >= version - max_staleness)
+
+
+def tokens_lost_next(tokens_per_version: Mapping[int, int], *, version: int, max_staleness: int) -> int:
+    """Tokens that carry loss at ``version`` but no longer at ``version + 1``."""
+    return tokens_per_version.get(version - max_staleness, 0)
+
+
+def is_stale(tokens_per_version: Mapping[int, int], *, version: int, max_staleness: int, on_stale: str) -> bool:
+    """Whether a group has nothing to give at ``version``: all tokens too old (mask), or any of them (drop)."""
+    if on_stale == "drop":
+        return any(sampled < version - max_staleness for sampled in tokens_per_version)
+    return tokens_left(tokens_per_version, version=version, max_staleness=max_staleness) == 0 and bool(
+        tokens_per_version
+    )

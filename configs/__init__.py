@@ -1,0 +1,1 @@
+"""The run's configuration: one strict model composed of every role's own, and the YAML presets."""

@@ -1,0 +1,60 @@
+"""The whole run's configuration: every role's own model, composed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from broker.config import BrokerConfig, RolloutConfig, StrictModel
+from generators.config import GeneratorConfig
+from learners.config import AlgorithmConfig, LearnerConfig
+from tasks.config import ModelConfig, TaskConfig
+from telemetry.config import TelemetryConfig
+from weights_sync.config import WeightsSyncConfig
+
+
+class LaunchConfig(StrictModel):
+    """How `slipstream up` runs the roles."""
+
+    mode: Literal["processes", "serial"] = "processes"
+    stop_timeout_s: float = Field(8.0, gt=0, description="from the first signal to SIGKILL")
+    watchdog_s: float = Field(300.0, gt=0, description="without progress for this long, the run ends with the reason")
+
+
+class RunConfig(StrictModel):
+    """One run. Presets are YAML files beside this one."""
+
+    project: str = "slipstream"
+    experiment: str = "default"
+    output_dir: str = "outputs"
+    seed: int = 0
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    broker: BrokerConfig = BrokerConfig()
+    generator: GeneratorConfig = GeneratorConfig()
+    learner: LearnerConfig = LearnerConfig()
+    weights_sync: WeightsSyncConfig = WeightsSyncConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        samples, ranks = self.rollout.samples_per_step, self.learner.ranks
+        if samples < ranks:
+            raise ValueError(
+                f"rollout.groups_per_step x completions_per_group = {samples} is below learner.ranks = {ranks}"
+            )
+        truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
+        if truncated and not self.rollout.allow_truncated_sampling:
+            raise ValueError(
+                "rollout.top_p / top_k truncate the distribution; set rollout.allow_truncated_sampling to allow it"
+            )
+        return self
+
+    @property
+    def run_dir(self) -> str:
+        """``<output_dir>/<project>/<experiment>``."""
+        return f"{self.output_dir}/{self.project}/{self.experiment}"

@@ -1,0 +1,1 @@
+"""The command line, the local supervisor and the doctor."""

@@ -1,0 +1,1 @@
+"""Metric names, the JSONL sink, the live view and the reward plot."""

@@ -1,0 +1,16 @@
+"""Settings of what is shown and logged."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from broker.config import StrictModel
+
+
+class TelemetryConfig(StrictModel):
+    """The live view and the logs."""
+
+    live: bool = Field(True, description="the live view; off, or not a terminal: one line a step")
+    refresh_s: float = Field(0.5, gt=0)
+    log_level: str = "INFO"
+    log_every_steps: int = Field(1, ge=1)

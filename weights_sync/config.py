@@ -1,0 +1,40 @@
+"""Settings of weight sync."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from broker.config import StrictModel
+
+
+class WeightsSyncConfig(StrictModel):
+    """How policy versions travel from the learner to the generators."""
+
+    backend: Literal["gloo", "nccl"] = "gloo"
+    host: str = Field("127.0.0.1", description="address of the learner that generators can reach")
+    port: int = Field(0, ge=0, le=65535, description="of the learner's store; 0: a free port")
+    interface: str = Field("", description="network interface for gloo; empty: the one that routes to the learner")
+    wire_dtype: Literal["float32", "bfloat16"] = "float32"
+    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
+    sync_timeout_s: float = Field(30.0, gt=0, description="deadline of every wait of one transfer")
+    no_generator_timeout_s: float = Field(300.0, gt=0, description="how long the learner goes on without any receiver")
+    on_update: Literal["keep", "recompute"] = Field("keep", description="KV cache of running requests at a swap")
+    verify_load: Literal["first", "always", "never"] = Field(
+        "first", description="digest what the engine computes with"
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _routable(cls, host: str) -> str:
+        if host in ("0.0.0.0", "::", "*"):
+            raise ValueError("is a wildcard; give an address that generators can connect to")
+        return host
+
+    @field_validator("interface")
+    @classmethod
+    def _one_interface(cls, interface: str) -> str:
+        if any(mark in interface for mark in "^,= "):
+            raise ValueError("gloo takes one interface name, not a list or an exclusion such as NCCL's '^lo'")
+        return interface
