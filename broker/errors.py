@@ -23,3 +23,7 @@ class RunFinished(BrokerError):
 
 class Refused(BrokerError):
     """The broker understood the request and will not do it (malformed frame, wrong schema, abandoned policy)."""
+
+
+class NoOpenRun(Refused):
+    """The broker knows of no open run: it was restarted without its memory. Open the run and feed again."""

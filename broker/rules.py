@@ -19,9 +19,13 @@ def admitted(
     """Whether a generator holding ``policy_version`` may lease one more prompt.
 
     Fewer than ``window`` groups may be outstanding (leased, buffered, in batches), and a token sampled now must be
-    trainable by the next batch: w >= v' - η with v' the version at which that batch is trained.
+    trainable by the next batch: w >= v' - η with v' the version at which that batch is trained. A version that this
+    learner has not made is not admitted: -1 is "holds nothing yet", and v + 1 is the newest that can be on its way
+    (offered to the generators just before the ledger hears of it).
     """
-    return outstanding < window and policy_version >= next_training_version(version, batches_out) - max_staleness
+    known = 0 <= policy_version <= version + 1
+    oldest = next_training_version(version, batches_out) - max_staleness
+    return known and outstanding < window and policy_version >= oldest
 
 
 def tokens_left(tokens_per_version: Mapping[int, int], *, version: int, max_staleness: int) -> int:

@@ -1,8 +1,27 @@
-"""From a task's items to prompts: tokenising, length filter, and the order of the endless feed."""
+"""From a task's items to prompts: tokenising, length filter, and the order of the endless feed.
+
+    items ─tokenise─► length filter ─► one seeded permutation per epoch ─► Prompt at position 0, 1, 2, …
+
+A position always means the same item and the same seed, whoever asks and whenever, so a resumed run needs nothing but
+its frontier. P: prompt tokens. N: usable items.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from broker.config import RolloutConfig
+from broker.messages import Frontier, Int32Array, Prompt, Split
+from tasks.config import TaskConfig
+from tasks.loading import TaskError, load_function
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,3 +35,152 @@ class Item:
 
     text: str
     reference: str
+
+
+class PromptFeed:
+    """The prompts of a run, in order.
+
+    Raises TaskError at construction when fewer than ``rollout.groups_per_step`` items are usable.
+    """
+
+    def __init__(
+        self, *, task: TaskConfig, rollout: RolloutConfig, tokenizer: Any, seed: int, max_eval_prompts: int = 64
+    ) -> None:
+        self._task, self._rollout, self._seed = task, rollout, seed
+        self._encode = _encoder(tokenizer, chat=task.chat_template)
+        self._max_eval_prompts = max_eval_prompts
+        self._load = load_function(task.prompts, setting="task.prompts")
+        self._train = self._usable(self._items(Split.TRAIN), Split.TRAIN)
+        self._eval: list[tuple[Item, Int32Array]] | None = None
+        self._order: tuple[int, Int32Array] = (-1, np.empty(0, np.int32))
+        if len(self._train) < rollout.groups_per_step:
+            raise TaskError(
+                f"task.prompts: {len(self._train)} usable prompts are fewer than the {rollout.groups_per_step} of one "
+                "step; lower rollout.groups_per_step, raise rollout.max_prompt_length, or give more prompts"
+            )
+
+    def __len__(self) -> int:
+        """N, the prompts of one epoch."""
+        return len(self._train)
+
+    @property
+    def positions(self) -> int | None:
+        """Prompts of the whole run, N times ``task.total_epochs``; None where the feed is endless."""
+        return len(self) * self._task.total_epochs or None
+
+    def from_frontier(self, frontier: Frontier) -> Iterator[Prompt]:
+        """The prompts that have not ended, by position; endless, or to the end of ``task.total_epochs``."""
+        position = frontier.base
+        while self.positions is None or position < self.positions:
+            if not frontier.has(position):
+                yield self.at(position)
+            position += 1
+
+    def at(self, position: int) -> Prompt:
+        """The training prompt at ``position``, the same for every caller."""
+        epoch, place = divmod(position, len(self))
+        item, token_ids = self._train[self._permutation(epoch)[place]]
+        return Prompt(
+            item=str(position),
+            position=position,
+            epoch=epoch,
+            split=Split.TRAIN,
+            token_ids=token_ids,
+            text=item.text,
+            reference=item.reference,
+            n=self._rollout.completions_per_group,
+            temperature=self._rollout.temperature,
+            max_tokens=self._rollout.max_response_length,
+            seed=_derived(self._seed, Split.TRAIN, position),
+        )
+
+    def eval_prompts(self, version: int) -> list[Prompt]:
+        """The evaluation round at a learner version: one greedy answer to each of the first items held out."""
+        if self._eval is None:
+            self._eval = self._usable(self._items(Split.EVAL)[: self._max_eval_prompts], Split.EVAL)
+        return [
+            Prompt(
+                item=f"eval{version}.{i}",
+                position=i,
+                epoch=0,
+                split=Split.EVAL,
+                token_ids=token_ids,
+                text=item.text,
+                reference=item.reference,
+                n=1,
+                temperature=0.0,
+                max_tokens=self._rollout.max_response_length,
+                seed=_derived(self._seed, Split.EVAL, i),
+            )
+            for i, (item, token_ids) in enumerate(self._eval)
+        ]
+
+    def _items(self, split: Split) -> Sequence[Item]:
+        items = self._load(str(split), self._seed, self._task.options)
+        if not isinstance(items, Sequence) or not all(isinstance(item, Item) for item in items):
+            raise TaskError(f"task.prompts: {self._task.prompts} did not return a list of tasks.prompts.Item")
+        return items
+
+    def _usable(self, items: Sequence[Item], split: Split) -> list[tuple[Item, Int32Array]]:
+        kept: list[tuple[Item, Int32Array]] = []
+        unknown = long = 0
+        for item in items:
+            token_ids = self._encode(item.text)
+            if token_ids is None:
+                unknown += 1
+            elif not 0 < len(token_ids) <= self._rollout.max_prompt_length:
+                long += 1
+            else:
+                kept.append((item, np.array(token_ids, np.int32)))
+        if unknown or long or not kept:
+            log.warning(
+                "%s prompts: %d of %d usable; %d empty or longer than rollout.max_prompt_length=%d, "
+                "%d with characters that the tokenizer does not know",
+                split,
+                len(kept),
+                len(items),
+                long,
+                self._rollout.max_prompt_length,
+                unknown,
+            )
+        return kept
+
+    def _permutation(self, epoch: int) -> Int32Array:
+        if self._order[0] != epoch:
+            order = np.random.default_rng([self._seed, epoch]).permutation(len(self)).astype(np.int32)
+            self._order = (epoch, order)
+        return self._order[1]
+
+
+def _derived(seed: int, split: Split, position: int) -> int:
+    """31 bits that differ between positions, splits and runs, and are the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{split}/{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _encoder(tokenizer: Any, *, chat: bool) -> Callable[[str], list[int] | None]:
+    """From text to token ids with BOS exactly once where this tokenizer has it at all; None for unknown characters.
+
+    Templates write BOS into their text, and tokenizers put one in front of any text: together that is two of them.
+    """
+    if chat and not tokenizer.chat_template:
+        raise TaskError("task.chat_template: the model's tokenizer has no chat template; set it to false")
+    bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    if unknown in (bos, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        unknown = None  # one id with two duties says nothing about the text
+    adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+
+    def encode(text: str) -> list[int] | None:
+        if chat:
+            turns = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        token_ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if unknown is not None and unknown in token_ids:
+            return None
+        if adds_bos:
+            while token_ids[:1] == [bos]:
+                token_ids = token_ids[1:]
+            token_ids = [bos, *token_ids]
+        return token_ids
+
+    return encode

@@ -1,0 +1,316 @@
+"""The ledger: which state every training item is in, as a state machine without clock, threads or I/O.
+
+    fed -> queued -> leased -> buffered -> training -> trained(v) -> durable(v)      or -> dead(reason)
+
+After the optimizer step only the item's prompt and version are kept, and after the checkpoint only the number of
+durable items and the frontier: memory stays in the order of the window plus what was trained since the checkpoint.
+Time comes in as ``now`` (seconds on any clock). broker/lua holds the same machine for Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker import rules as staleness
+from broker.contract import PushOutcome
+from broker.errors import NoOpenRun, Refused, RunFinished
+from broker.evaluation import EvaluationRound
+from broker.items import Held, TrainingItems
+from broker.messages import (
+    Batch,
+    Counts,
+    Frontier,
+    Group,
+    Lease,
+    Member,
+    MemberState,
+    Prompt,
+    Publication,
+    Rules,
+    RunState,
+    Split,
+)
+from broker.pool import Pool
+from broker.reasons import short
+from broker.roster import Roster
+from broker.wellformed import payload_bytes, refuse_misnamed
+
+
+class Ledger:
+    """Every contract method without the waiting; where a caller would wait, the answer is None or empty.
+
+    ``changes`` grows with every step that could end somebody's wait.
+    """
+
+    def __init__(self) -> None:
+        self.rules: Rules | None = None
+        self.version = -1
+        self.incarnation = -1
+        self.finished = ""
+        self.revision = 0
+        self.changes = 0
+        self.items = TrainingItems()
+        self.evaluation = EvaluationRound()
+        self.roster = Roster()
+        self.newest: Publication | None = None
+        self.events = self.items.events
+        self._token = ""
+        self._serial = 0
+
+    # -- the learner -------------------------------------------------------------------------------------------
+    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str) -> int:
+        """Starts an incarnation. A repeated ``token`` is the same call sent again."""
+        if token != self._token:
+            self.rules, self._token = rules, token
+            self.items.start_from(version, frontier)
+            self.evaluation = EvaluationRound()
+            self.version, self.incarnation, self.finished = version, self.incarnation + 1, ""
+            self._news()
+        return self.incarnation
+
+    def feed(self, prompts: Sequence[Prompt]) -> int:
+        """Queues the unknown ones and returns how many those were."""
+        self._open()
+        refuse_misnamed(prompts)
+        added = self.evaluation.feed([prompt for prompt in prompts if prompt.split is Split.EVAL])
+        added += sum(self.items.feed(prompt) for prompt in prompts if prompt.split is Split.TRAIN)
+        self.changes += added
+        return added
+
+    def take_batch(self, *, version: int) -> Batch | None:
+        """The batch for ``version``, the same one until it is trained; None when too few groups are ready."""
+        rules, batches = self._open(), self.items.batches
+        if self.finished:
+            raise RunFinished(self.finished)
+        if version in batches:
+            return batches[version][0]
+        due = staleness.next_training_version(self.version, len(batches))
+        if version != due:
+            raise Refused(
+                f"a batch for version {version} was asked for; the learner is at {self.version} with "
+                f"{len(batches)} batches out, so the next is for {due}"
+            )
+        self.changes += self.items.return_stale(version, rules)
+        if len(self.items.buffer) < rules.groups_per_step:
+            return None
+        self.changes += 1
+        return self.items.assemble(
+            batch_id=self._batch_id(version), version=version, incarnation=self.incarnation, rules=rules
+        )
+
+    def trained(self, *, batch_id: str, version: int) -> None:
+        """Moves the batch's items to ``trained`` and the learner's version to ``version``."""
+        self._open()
+        named = batch_id == self._batch_id(version - 1)
+        if named and version <= self.version:
+            return
+        if not named or version != self.version + 1 or version - 1 not in self.items.batches:
+            raise Refused(
+                f"batch {batch_id!r} cannot become version {version}: the learner of incarnation "
+                f"{self.incarnation} is at version {self.version}, batches out for {sorted(self.items.batches)}"
+            )
+        self.items.train(version)
+        self.version = version
+        self._news()
+
+    def durable(self, *, version: int) -> None:
+        """Compacts what was trained up to ``version``."""
+        self._open()
+        if version > self.version:
+            raise Refused(f"version {version} cannot be durable: the learner is at version {self.version}")
+        self.items.save(version)
+
+    def eval_results(self, *, version: int, count: int, last: bool) -> tuple[Group, ...] | None:
+        """The answers of the round at ``version``; None while fewer than ``count`` and not the ``last`` look."""
+        self._open()
+        answers = self.evaluation.results(version)
+        return answers if len(answers) >= count or last or self.finished else None
+
+    def publish(self, publication: Publication) -> None:
+        """Keeps the newest announcement."""
+        self._open()
+        if publication == self.newest:
+            return
+        if publication.incarnation != self.incarnation:
+            raise Refused(f"incarnation {publication.incarnation} publishes, but {self.incarnation} is open")
+        if self.newest is not None and publication.attempt <= self.newest.attempt:
+            raise Refused(
+                f"publication attempt {publication.attempt} is not above {self.newest.attempt}: "
+                "attempts are numbered over the whole run"
+            )
+        self.newest = publication
+        self.changes += 1
+
+    def finish(self, reason: str) -> None:
+        """Ends the run; the first reason stays."""
+        if not self.finished:
+            self.finished = reason or "finished"
+            self._news()
+
+    # -- generators --------------------------------------------------------------------------------------------
+    def lease(
+        self, *, member_id: str, policy_version: int, incarnation: int, max_prompts: int, now: float
+    ) -> tuple[Lease, ...]:
+        """Evaluation first, then training prompts as admitted; empty when there is nothing for this generator."""
+        if self.finished:
+            raise RunFinished(self.finished)
+        if self.rules is None or incarnation != self.incarnation:
+            return ()
+        leases: list[Lease] = []
+        while len(leases) < max_prompts and (pool := self._pool_for(policy_version, self.rules)) is not None:
+            self._serial += 1
+            lease = pool.grant(
+                lease_id=f"{self._token[:8]}.{self._serial}",
+                member_id=member_id,
+                policy_version=policy_version,
+                incarnation=incarnation,
+                expires_at=now + self.rules.lease_timeout_s,
+            )
+            leases.append(lease)
+        return tuple(leases)
+
+    def push(self, group: Group) -> PushOutcome:
+        """Takes a group in, once, if its lease and its policy still hold."""
+        outcome = self._push_eval(group) if group.prompt.split is Split.EVAL else self._push_train(group)
+        if outcome is not PushOutcome.ACCEPTED:
+            self.events[outcome.value] += 1
+        self.changes += 1
+        return outcome
+
+    def release(self, *, lease_id: str, error: str) -> None:
+        """Gives a lease back; with an error the attempt counts."""
+        error = short(error)
+        for pool in self._pools():
+            if lease_id in pool.grants:
+                self.events["failed" if error else "released"] += 1
+                self._give_back(pool, lease_id, error)
+
+    # -- members -----------------------------------------------------------------------------------------------
+    def report(self, member: Member, now: float) -> None:
+        """Joins or refreshes. A member that leaves gives its leases back, with its error if it has one."""
+        if self.roster.report(member, now):
+            self._news()
+        for pool in self._pools():
+            if member.state is MemberState.GONE:
+                for lease_id in [one for one, grant in pool.grants.items() if grant.member_id == member.member_id]:
+                    self.release(lease_id=lease_id, error=member.error)
+            elif self.rules is not None:
+                for lease_id in member.leases:
+                    pool.renew(lease_id, member_id=member.member_id, expires_at=now + self.rules.lease_timeout_s)
+
+    def publication(self, *, after_attempt: int) -> Publication | None:
+        """The newest publication of the open incarnation, if above ``after_attempt``."""
+        newest = self.newest
+        current = newest is not None and newest.incarnation == self.incarnation and newest.attempt > after_attempt
+        return newest if current else None
+
+    # -- time --------------------------------------------------------------------------------------------------
+    def expire(self, now: float) -> None:
+        """Ends the leases and members whose time is over."""
+        if self.rules is None:
+            return
+        for pool in self._pools():
+            for grant in pool.expired(now):
+                self.events["expired"] += 1
+                text = f"lease expired: no heartbeat for broker.lease_timeout_s = {self.rules.lease_timeout_s:g}"
+                self._give_back(pool, grant.lease.lease_id, text)
+        lost = self.roster.expire(now, self.rules.member_timeout_s)
+        self.events["members_lost"] += len(lost)
+        for _ in lost:
+            self._news()
+
+    def next_deadline(self) -> float | None:
+        """The earliest time at which ``expire`` may have something to do."""
+        if self.rules is None:
+            return None
+        ends = [pool.next_end() for pool in self._pools()]
+        ends.append(self.roster.next_end(self.rules.member_timeout_s))
+        return min((end for end in ends if end is not None), default=None)
+
+    # -- looking -----------------------------------------------------------------------------------------------
+    def counts(self) -> Counts:
+        """The books, each state counted where its items are."""
+        items = self.items
+        return Counts(
+            fed=items.fed,
+            queued=len(items.pool.queued),
+            leased=len(items.pool.grants),
+            buffered=len(items.buffer),
+            training=items.in_batches(),
+            trained=len(items.trained_at),
+            durable=items.durable,
+            filtered={},
+            dead=dict(sorted(items.dead.items())),
+            events={name: count for name, count in sorted(self.events.items()) if count},
+        )
+
+    def state(self) -> RunState:
+        """A consistent look at everything."""
+        return RunState(
+            revision=self.revision,
+            incarnation=self.incarnation,
+            version=self.version,
+            finished=self.finished,
+            rules=self.rules,
+            counts=self.counts(),
+            members=self.roster.all(),
+            publication=self.newest,
+            buffered_bytes=self.items.payload_bytes(),
+        )
+
+    # -- inside ------------------------------------------------------------------------------------------------
+    def _open(self) -> Rules:
+        if self.rules is None:
+            raise NoOpenRun("the broker knows of no open run; a learner opens it")
+        return self.rules
+
+    def _news(self) -> None:
+        self.revision += 1
+        self.changes += 1
+
+    def _pools(self) -> tuple[Pool, Pool]:
+        return self.items.pool, self.evaluation.pool
+
+    def _batch_id(self, version: int) -> str:
+        return f"{self.incarnation}.{version}"
+
+    def _pool_for(self, policy_version: int, rules: Rules) -> Pool | None:
+        if self.evaluation.wants(policy_version):
+            return self.evaluation.pool
+        admitted = staleness.admitted(
+            policy_version=policy_version,
+            version=self.version,
+            batches_out=len(self.items.batches),
+            outstanding=self.items.outstanding(),
+            max_staleness=rules.max_staleness,
+            window=rules.window,
+        )
+        return self.items.pool if admitted and self.items.pool.queued else None
+
+    def _push_eval(self, group: Group) -> PushOutcome:
+        abandoned = group.incarnation != self.incarnation
+        return PushOutcome.ABANDONED if abandoned else self.evaluation.push(group)
+
+    def _push_train(self, group: Group) -> PushOutcome:
+        pool, tokens = self.items.pool, group.tokens_per_version()
+        grant = pool.grants.get(group.lease_id)
+        if grant is None:
+            known_abandoned = self.items.abandoned(tokens, group.incarnation)
+            return PushOutcome.ABANDONED if known_abandoned else PushOutcome.DUPLICATE
+        if grant.item != group.prompt.item:
+            raise Refused(f"lease {group.lease_id} is for item {grant.item}, not for {group.prompt.item}")
+        del pool.grants[group.lease_id]
+        # The generator may have begun under the lease's incarnation and name a later one: the older one decides.
+        incarnation = min(group.incarnation, grant.lease.incarnation)
+        if self.items.abandoned(tokens, incarnation):
+            pool.queue(grant.item)
+            return PushOutcome.ABANDONED
+        self._serial += 1
+        self.items.hold(grant.item, Held(group, tokens, incarnation, self._serial, payload_bytes(group)))
+        return PushOutcome.ACCEPTED
+
+    def _give_back(self, pool: Pool, lease_id: str, error: str) -> None:
+        self.changes += 1
+        item = pool.give_back(lease_id, error=error, max_attempts=self._open().max_attempts)
+        if item is not None and pool is self.items.pool:
+            self.items.end(item)

@@ -1,0 +1,102 @@
+-- Part 5: members and looking, and the end of the script: one call, then a notice if somebody's wait may be over.
+
+local function same(a, b)
+  return a.state == b.state and a.version == b.version and a.incarnation == b.incarnation and a.error == b.error
+end
+
+function calls.Report()
+  local member_id, shown = args.member_id, args.shown
+  local before = redis_at('HGET', 'shown', member_id)
+  local leaves_quietly = shown.state == 'gone' and shown.error == ''
+  for _, name in ipairs({ 'members', 'shown' }) do
+    redis_at('HDEL', name, member_id)
+  end
+  redis_at('ZREM', 'seen', member_id)
+  redis_at('ZREM', 'gone', member_id)
+  if not leaves_quietly then
+    redis_at('HSET', 'members', member_id, ARGV[payload])
+  end
+  if shown.state ~= 'gone' then
+    redis_at('HSET', 'shown', member_id, cmsgpack.pack(shown))
+    redis_at('ZADD', 'seen', now, member_id)
+  elseif not leaves_quietly then
+    keep_gone(member_id, shown)
+  end
+  if leaves_quietly and before or not leaves_quietly and not (before and same(cmsgpack.unpack(before), shown)) then
+    news()
+  end
+  for _, pool in ipairs({ 'train', 'eval' }) do
+    if shown.state == 'gone' then
+      give_back_all(pool, member_id, args.error)
+    elseif is_open() then
+      for _, lease_id in ipairs(args.leases) do
+        renew(pool, lease_id, member_id)
+      end
+    end
+  end
+  return ok(false)
+end
+
+function calls.ReadPublication()
+  local attempt = number('published_attempt', -1)
+  local current = scalars.publication and scalars.published_incarnation == scalars.incarnation
+  if current and attempt > args.after_attempt then
+    return ok(true, scalars.publication)
+  end
+  return (args.last or is_finished()) and ok(false) or wait()
+end
+
+local function hash_of(name, convert)
+  local flat, result = redis_at('HGETALL', name), {}
+  for i = 1, #flat, 2 do
+    table.insert(result, { flat[i], convert(flat[i + 1]) })
+  end
+  return result
+end
+
+function calls.ReadState()
+  if number('revision', 0) <= args.after_revision and not args.last then
+    return wait()
+  end
+  local training, size = 0, 0
+  each('batches', function(_, batch)
+    training, size = training + #batch.items, size + batch.size
+  end)
+  each('buffer', function(_, held)
+    size = size + held.size
+  end)
+  local state = {
+    revision = number('revision', 0),
+    incarnation = number('incarnation', -1),
+    version = number('version', -1),
+    finished = scalars.finished or '',
+    fed = number('fed', 0),
+    queued = redis_at('ZCARD', 'train:queue'),
+    leased = redis_at('HLEN', 'train:grants'),
+    buffered = redis_at('HLEN', 'buffer'),
+    training = training,
+    trained = redis_at('ZCARD', 'trained'),
+    durable = number('durable', 0),
+    dead = hash_of('dead', tonumber),
+    events = hash_of('events', tonumber),
+    buffered_bytes = size,
+    shown = hash_of('shown', cmsgpack.unpack),
+  }
+  local members = {}
+  for _, pair in ipairs(state.shown) do
+    table.insert(members, redis_at('HGET', 'members', pair[1]))
+  end
+  return ok(state, scalars.rules or '', scalars.publication or '', unpack(members))
+end
+
+expire()
+local answer = nil
+if needs_open_run[call] and not is_open() then
+  answer = { 'no_open_run', 'the broker knows of no open run; a learner opens it' }
+else
+  answer = calls[call]()
+end
+if changed then
+  redis.call('PUBLISH', key('changes'), '')
+end
+return answer

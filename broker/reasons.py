@@ -1,0 +1,19 @@
+"""Reasons as keys of the books: short, and few enough that a long run cannot grow them without bound."""
+
+from __future__ import annotations
+
+REASON_CHARACTERS = 200
+DISTINCT_REASONS = 32
+OTHER = "other"
+
+
+def short(text: str) -> str:
+    """The first line of an error, cut to ``REASON_CHARACTERS``."""
+    return text.strip().partition("\n")[0][:REASON_CHARACTERS]
+
+
+def tally(counts: dict[str, int], reason: str) -> str:
+    """Counts a reason, as ``other`` once there are ``DISTINCT_REASONS``, and returns the name it was counted under."""
+    name = reason if reason in counts or len(counts) < DISTINCT_REASONS else OTHER
+    counts[name] = counts.get(name, 0) + 1
+    return name

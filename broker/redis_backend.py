@@ -1,0 +1,183 @@
+"""The broker in Redis (6.2 or newer): the ledger as one Lua script, so that every call is atomic.
+
+Time is the Redis server's own (TIME inside the script): leases and heartbeats are judged by one clock, whatever the
+clocks of the clients' machines say. Waiting is looking again: a published notice, the next expiry, or a bounded pause
+ends the wait, so that a lost notice costs ``LONGEST_WAIT_S`` and never a hang.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any, TypeVar, cast
+
+import msgpack
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from broker.caller import Caller, fresh_token
+from broker.calls import Call
+from broker.codec import decode
+from broker.config import BrokerConfig
+from broker.errors import BrokerError, BrokerUnreachable, NoOpenRun, Refused, RunFinished
+from broker.messages import Group
+from broker.redis_calls import READERS, REQUESTS, Request
+
+T = TypeVar("T")
+
+PARTS = ("store", "pool", "items", "calls", "looks")
+SOCKET_TIMEOUT_S = 10.0
+LONGEST_WAIT_S = 2.0  # below the socket's timeout, or an idle wait would look like a broken connection
+GROUPS_PER_READ = 32
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 2.0
+OLDEST = (6, 2)
+
+
+@functools.cache
+def script() -> tuple[str, str]:
+    """The Lua source and its SHA-1, by which Redis knows it."""
+    folder = files("broker") / "lua"
+    source = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in PARTS)
+    return source, hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
+class RedisBroker(Caller):
+    """A client for one thread. ``clock`` replaces the server's time, for tests."""
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        url: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        token: Callable[[], str] = fresh_token,
+    ) -> None:
+        super().__init__(token=token)
+        self._config = config
+        self._clock = clock
+        self._namespace = "{" + (config.namespace or "slipstream") + "}"  # one hash slot: scripts touch many keys
+        self._checked = False
+        self._notices: Any = None
+        self._redis = redis.Redis.from_url(
+            url,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),  # reconnecting is ours, bounded by broker.reconnect_timeout_s
+        )
+
+    def close(self) -> None:
+        """See broker.contract.Broker."""
+        super().close()
+        self._forget_notices()
+        self._redis.close()
+
+    # -- calls -------------------------------------------------------------------------------------------------
+    def _answer(self, call: Call[T], wait_s: float) -> T:
+        request = REQUESTS[type(call)](call)
+        request.args.setdefault("token", self._token())
+        limit = self._config.max_frame_bytes
+        for blob in request.payloads:
+            if len(blob) > limit:
+                raise Refused(f"{type(call).__name__} of {len(blob)} bytes is over broker.max_frame_bytes = {limit}")
+        until = time.monotonic() + wait_s
+        while True:
+            left = until - time.monotonic()
+            status, *rest = self._reached(functools.partial(self._run, call, request, last=left <= 0))
+            if status != b"wait":
+                return cast(T, self._read(call, status, rest))
+            if self._notices is None:
+                # Listen first, then look once more: a change in between is a notice that waits for us.
+                self._notices = self._reached(self._subscribe)
+            else:
+                self._await_notice(left, rest[0])
+
+    def _run(self, call: Call[Any], request: Request, *, last: bool) -> list[Any]:
+        self._check_server()
+        now = "" if self._clock is None else repr(self._clock())
+        args = msgpack.packb({**request.args, "last": last}, unicode_errors="surrogatepass")
+        values = (self._namespace, type(call).__name__, now, args, *request.payloads)
+        source, sha = script()
+        try:
+            return cast(list[Any], self._redis.evalsha(sha, 1, *values))
+        except redis.exceptions.NoScriptError:  # first call, or the server was restarted or flushed
+            return cast(list[Any], self._redis.eval(source, 1, *values))
+
+    def _read(self, call: Call[Any], status: bytes, rest: list[Any]) -> Any:
+        if status == b"ok":
+            value = msgpack.unpackb(rest[0], unicode_errors="surrogatepass", strict_map_key=False)
+            read = READERS.get(type(call))
+            return None if read is None else read(call, value, rest[1:], self._groups)
+        kind = {b"refused": Refused, b"no_open_run": NoOpenRun, b"finished": RunFinished}[status]
+        raise kind(rest[0].decode("utf-8", "replace"))
+
+    def _groups(self, name: str, items: list[str]) -> tuple[Group, ...]:
+        """The groups stored under these items, read in parts so that no answer gets too large."""
+        groups: list[Group] = []
+        for start in range(0, len(items), GROUPS_PER_READ):
+            part = items[start : start + GROUPS_PER_READ]
+            blobs = self._reached(functools.partial(self._redis.hmget, f"{self._namespace}:{name}", part))
+            limit = self._config.max_frame_bytes
+            groups += [decode(blob, Group, max_bytes=limit) for blob in blobs if blob is not None]
+        return tuple(groups)
+
+    # -- the connection ----------------------------------------------------------------------------------------
+    def _reached(self, attempt: Callable[[], T]) -> T:
+        """Tries until the server answers, with bounded backoff, for at most ``broker.reconnect_timeout_s``."""
+        until, pause = time.monotonic() + self._config.reconnect_timeout_s, FIRST_PAUSE_S
+        while True:
+            try:
+                return attempt()
+            except redis.exceptions.AuthenticationError as error:
+                raise BrokerError(f"Redis refused the user or password of broker.url: {error}") from error
+            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise BrokerUnreachable(
+                        f"Redis was not reached within broker.reconnect_timeout_s = "
+                        f"{self._config.reconnect_timeout_s:g} (is it running, and is broker.url right?): {error}"
+                    ) from error
+                time.sleep(min(pause, left))
+                pause = min(2 * pause, LAST_PAUSE_S)
+            except redis.exceptions.ResponseError as error:
+                raise BrokerError(f"Redis answered with an error: {error}") from error
+
+    def _check_server(self) -> None:
+        """Refuses a server that is too old, or that would evict parts of the ledger."""
+        if self._checked:
+            return
+        info = self._redis.info()
+        version = str(info.get("redis_version", "0"))
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            raise BrokerError(f"Redis {version} at broker.url is older than {OLDEST[0]}.{OLDEST[1]}")
+        policy = info.get("maxmemory_policy", "noeviction")
+        if info.get("maxmemory", 0) and policy != "noeviction":
+            raise BrokerError(
+                f"Redis at broker.url may evict the ledger: set its maxmemory-policy to noeviction, not {policy}"
+            )
+        self._checked = True
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+    def _subscribe(self) -> Any:
+        notices = self._redis.pubsub()
+        notices.subscribe(f"{self._namespace}:changes")
+        notices.get_message(timeout=SOCKET_TIMEOUT_S / 2)  # the confirmation: from here on nothing is missed
+        return notices
+
+    def _await_notice(self, left_s: float, expiry_s: bytes) -> None:
+        timeout = min(left_s, LONGEST_WAIT_S, float(expiry_s) if expiry_s else LONGEST_WAIT_S)
+        try:
+            self._notices.get_message(timeout=max(timeout, 0.001))
+            while self._notices.get_message(timeout=0.0) is not None:
+                pass
+        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+            self._forget_notices()  # the next look finds out whether the server is there at all
+
+    def _forget_notices(self) -> None:
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None

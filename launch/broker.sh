@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Runs the broker on this host.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: launch/broker.sh [KEY=VALUE ...]
+
+Environment, each of which may also be given as a setting on the command line:
+  CONFIG        a preset's name or a YAML file (default: quickstart)
+  BROKER_HOST   address to listen on; set it to one that the other hosts reach (default: broker.host of CONFIG)
+  BROKER_PORT   port; 0 or unset: as CONFIG says
+
+example: CONFIG=run.yaml BROKER_HOST=10.0.0.5 BROKER_PORT=5555 launch/broker.sh
+TEXT
+}
+
+case "${1:-}" in -h | --help) usage; exit 0 ;; esac
+settings=()
+[[ -z "${BROKER_HOST:-}" ]] || settings+=("broker.host=$BROKER_HOST")
+[[ -z "${BROKER_PORT:-}" ]] || settings+=("broker.port=$BROKER_PORT")
+exec slipstream broker -c "${CONFIG:-quickstart}" "${settings[@]}" "$@"

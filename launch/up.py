@@ -1,0 +1,94 @@
+"""``slipstream up``: everything of one run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from broker.connect import connect
+from broker.messages import Counts
+from configs import show
+from configs.load import load
+from configs.run import RunConfig
+from launch.children import Children
+from launch.environment import placed
+from launch.monitor import Monitor
+from launch.signals import Stopped
+from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
+from telemetry.live import LiveView, PlainView, Progress, View
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs until the learner has finished, something failed, or a signal came."""
+    config = load(args.config, args.overrides)
+    if config.launch.mode == "serial":
+        from launch.serial import run_serial  # imports torch
+
+        run_serial(config)
+        return 0
+    run_dir = prepare(config)
+    began, counts, code = time.monotonic(), None, 0
+    console = Console(stderr=False)
+    console.print("\n".join(f"{name}: {text}" for name, text in show.derived(config).items()), highlight=False)
+    try:
+        with Children(config.launch.stop_timeout_s) as children:
+            counts = _supervise(config, run_dir, children, console)
+    except (RoleFailed, NoProgress) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        code = error.exit_code if isinstance(error, RoleFailed) else 1
+    except Stopped as stopped:
+        print(f"slipstream: {stopped}; everything is down", file=sys.stderr)
+        code = stopped.exit_code
+    console.print(_report(config, run_dir, time.monotonic() - began, counts), highlight=False, soft_wrap=True)
+    return code
+
+
+def prepare(config: RunConfig) -> Path:
+    """The run's folder, with the configuration that all its processes load."""
+    run_dir = Path(config.run_dir)
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    if config.learner.checkpoint.resume == "never":
+        for name in ("logs/metrics.jsonl", "logs/eval.jsonl", "reward.png"):  # of an earlier run with the same names
+            (run_dir / name).unlink(missing_ok=True)
+    (run_dir / "config.yaml").write_text(show.render(config), encoding="utf-8")
+    return run_dir
+
+
+def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Console) -> Counts | None:
+    supervisor = Supervisor(config, run_dir / "config.yaml", children)
+    url = supervisor.start_broker()
+    supervisor.start_roles()
+    progress = Progress(
+        title=f"{config.project}/{config.experiment}",
+        total_steps=config.learner.total_steps,
+        max_staleness=config.rollout.max_staleness,
+    )
+    with Monitor(
+        lambda: connect(placed(config), url),
+        run_dir / "logs",
+        progress,
+        _view(config, console),
+        refresh_s=config.telemetry.refresh_s,
+    ) as monitor:
+        supervisor.watch(Heartbeat(last_progress=monitor.last_progress, obstacle=monitor.obstacle))
+    children.stop("gen")  # receivers leave before the broker that they talk to
+    return monitor.state.counts if monitor.state else None
+
+
+def _view(config: RunConfig, console: Console) -> View:
+    if config.telemetry.live and console.is_terminal:
+        return LiveView(console)
+    return PlainView(console, every_steps=config.telemetry.log_every_steps)
+
+
+def _report(config: RunConfig, run_dir: Path, wall_s: float, counts: Counts | None) -> str:
+    from telemetry.plot import plot_run  # matplotlib: only when there is something to draw
+    from telemetry.summary import summarize
+
+    bound, title = config.rollout.max_staleness, f"{config.project}/{config.experiment}"
+    plot_run(run_dir / "logs" / "metrics.jsonl", run_dir / "reward.png", max_staleness=bound, title=title)
+    return summarize(run_dir, total_steps=config.learner.total_steps, max_staleness=bound, wall_s=wall_s, counts=counts)

@@ -1,0 +1,131 @@
+"""Checkpoints: complete or absent, however the process ends.
+
+    .tmp-step_000010/ (all ranks write) -> fsync -> rename to step_000010/ -> fsync -> complete.json, fsync
+
+The marker comes last and lists every file with its size, so a directory without a marker is half-written (and ignored)
+and a directory whose files differ from its marker is damaged (and an error). Nothing here knows what is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from broker.errors import SlipstreamError
+from broker.messages import Frontier
+
+log = logging.getLogger(__name__)
+
+MARKER = "complete.json"
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+class CheckpointDamaged(SlipstreamError):
+    """A checkpoint lacks something that it should hold; a run never goes on without it (C69)."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every rank calls ``save``; ``barrier`` holds them together."""
+
+    def __init__(self, directory: Path, *, keep: int, rank: int = 0, barrier: Callable[[], None] = lambda: None) -> None:
+        self._directory, self._keep, self._rank, self._barrier = directory, keep, rank, barrier
+
+    def save(self, version: int, frontier: Frontier, write: Callable[[Path], None]) -> Path:
+        """Saves what ``write`` puts into the directory it is given; complete when this returns, on every rank."""
+        final, draft = self._directory / f"step_{version:06d}", self._directory / f".tmp-step_{version:06d}"
+        if self._rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        self._barrier()
+        write(draft)
+        self._barrier()
+        if self._rank == 0:
+            self._complete(draft, final, version, frontier)
+            self._forget_old()
+        self._barrier()
+        return final
+
+    def newest(self) -> Path | None:
+        """The complete checkpoint of the highest version."""
+        return max(self._complete_ones(), default=(0, None), key=lambda one: one[0])[1]
+
+    def resolve(self, resume: str) -> Path | None:
+        """Where to go on: ``checkpoint.resume`` is ``auto``, ``never`` or a directory.
+
+        Raises CheckpointDamaged for a named directory that is no complete checkpoint.
+        """
+        if resume == "never":
+            return None
+        if resume == "auto":
+            return self.newest()
+        path = Path(resume).expanduser()
+        if not (path / MARKER).is_file():
+            raise CheckpointDamaged(f"learner.checkpoint.resume: {path} is no complete checkpoint (it has no {MARKER})")
+        return path
+
+    def set_aside_after(self, version: int) -> None:
+        """Renames the checkpoints above ``version``: a run that starts from before them has given them up, and they
+        must be neither resumed from nor counted among those to keep."""
+        if self._rank == 0:
+            for _, path in [one for one in self._complete_ones() if one[0] > version]:
+                number = 1
+                while (aside := path.with_name(f"given-up-{number}-{path.name}")).exists():
+                    number += 1
+                path.rename(aside)
+                log.warning("the run starts from version %d; %s is now %s", version, path.name, aside)
+        self._barrier()
+
+    def _complete(self, draft: Path, final: Path, version: int, frontier: Frontier) -> None:
+        files = {str(f.relative_to(draft)): f.stat().st_size for f in sorted(draft.rglob("*")) if f.is_file()}
+        for path in [*(draft / name for name in files), *(d for d in draft.rglob("*") if d.is_dir()), draft]:
+            _fsync(path)
+        if final.exists():  # half-written, or of a run that went back behind this version
+            (final / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(final)
+        draft.rename(final)
+        _fsync(self._directory)
+        marker = {"version": version, "base": frontier.base, "beyond": list(frontier.beyond), "files": files}
+        part = final / f".{MARKER}"
+        part.write_text(json.dumps(marker), encoding="utf-8")
+        _fsync(part)
+        part.rename(final / MARKER)
+        _fsync(final)
+
+    def _forget_old(self) -> None:
+        for _, path in sorted(self._complete_ones(), reverse=True)[self._keep :]:
+            (path / MARKER).unlink()  # first: what is being deleted must not look complete
+            shutil.rmtree(path)
+
+    def _complete_ones(self) -> list[tuple[int, Path]]:
+        if not self._directory.is_dir():
+            return []
+        named = [(match, path) for path in self._directory.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [(int(match[1]), path) for match, path in named if (path / MARKER).is_file()]
+
+
+def read_checkpoint(path: Path) -> tuple[int, Frontier]:
+    """Version and data position of a complete checkpoint, after checking that its files are all there.
+
+    Raises CheckpointDamaged naming the file.
+    """
+    marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    for name, size in marker["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            raise CheckpointDamaged(
+                f"{file} is missing or has changed; restore it, or set learner.checkpoint.resume to another checkpoint"
+            )
+    return int(marker["version"]), Frontier(base=int(marker["base"]), beyond=tuple(map(int, marker["beyond"])))
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""What rank 0 does around the steps: batches in, plans out; versions, books and metrics out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from broker.config import RolloutConfig
+from broker.errors import RunFinished
+from broker.messages import Batch, Frontier
+from learners.advantages import ADVANTAGES
+from learners.batching import padding_share, plan, sequences
+from learners.config import AlgorithmConfig, LearnerConfig
+from learners.evaluation import Evaluation
+from learners.exchange import Plan, Produce, encode
+from learners.feed import BatchFeed, EndOfData
+from learners.policy import StepStats
+from learners.report import Stopwatch, metrics
+from learners.staleness import Staleness, apply_bound
+from telemetry.sink import JsonlSink
+from weights_sync.publisher import Publisher
+
+END = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A batch made ready for training at one version."""
+
+    batch: Batch
+    staleness: Staleness
+    plan: Plan
+    padding_share: float
+
+
+def prepare(
+    batch: Batch, *, version: int, rollout: RolloutConfig, algorithm: AlgorithmConfig, ranks: int, token_budget: int
+) -> Prepared:
+    """Bound, advantages, micro-batches: everything between the broker's batch and the ranks' forward passes."""
+    bounded, staleness = apply_bound(
+        batch, version=version, max_staleness=rollout.max_staleness, on_stale=rollout.on_stale
+    )
+    rows = sequences(bounded, ADVANTAGES[algorithm.advantage])
+    lengths = [len(row) for row in rows]
+    planned = plan(lengths, ranks=ranks, token_budget=token_budget)
+    micro_batches = [[[rows[i] for i in part] for part in mine] for mine in planned]
+    return Prepared(
+        batch=bounded,
+        staleness=staleness,
+        plan=Plan(denominator=sum(row.loss_tokens for row in rows), micro_batches=micro_batches),
+        padding_share=padding_share(planned, lengths),
+    )
+
+
+class Conductor:
+    """Rank 0's part of the loop; the other ranks have none."""
+
+    def __init__(
+        self,
+        *,
+        feed: BatchFeed,
+        publisher: Publisher,
+        evaluation: Evaluation,
+        sink: JsonlSink,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        config: LearnerConfig,
+        flush: Callable[[], None],
+    ) -> None:
+        self._feed, self._publisher, self._evaluation, self._sink = feed, publisher, evaluation, sink
+        self._rollout, self._algorithm, self._config, self._flush = rollout, algorithm, config, flush
+        self._prepared: Prepared | None = None
+        self.end = "completed"
+
+    @property
+    def frontier(self) -> Frontier:
+        """The data position of what has been trained."""
+        return self._feed.frontier
+
+    def next_plan(self, version: int) -> Produce:
+        """Polls for the step at ``version``: its plan, END when there is nothing more to train, None while waiting."""
+
+        def poll(wait_s: float) -> bytes | None:
+            try:
+                batch = self._feed.take(version, wait_s)
+            except (EndOfData, RunFinished) as over:
+                self.end = str(over)
+                return END
+            if batch is None:
+                return None
+            self._prepared = prepare(
+                batch,
+                version=version,
+                rollout=self._rollout,
+                algorithm=self._algorithm,
+                ranks=self._config.ranks,
+                token_budget=self._config.micro_batch_tokens,
+            )
+            return encode(self._prepared.plan)
+
+        return poll
+
+    def evaluate(self, version: int) -> Produce:
+        """Starts a validation pass, to be polled until it is over."""
+        return self._evaluation.start(version)
+
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hands a version to the publisher, which sends it beside the next step."""
+        self._publisher.offer(version, tensors)
+
+    def stepped(self, stats: StepStats, watch: Stopwatch) -> None:
+        """Books the step with the broker, if it had an effect, and writes its metrics line."""
+        prepared = self._prepared
+        assert prepared is not None
+        if stats.applied:
+            self._feed.trained(stats.version)
+        self._sink.write(
+            metrics(
+                batch=prepared.batch,
+                staleness=prepared.staleness,
+                stats=stats,
+                micro_batches=_count(prepared.plan.micro_batches),
+                padding_share=prepared.padding_share,
+                times=watch.read(),
+            )
+        )
+
+    def saved(self, version: int) -> None:
+        """A checkpoint of ``version`` is complete."""
+        self._feed.durable(version)
+
+    def finish(self) -> None:
+        """Lets the generators take the last version, then ends the run for everyone."""
+        self._flush()
+        self._feed.finish(self.end)
+
+
+def _count(micro_batches: Sequence[Sequence[object]]) -> int:
+    return sum(len(mine) for mine in micro_batches)

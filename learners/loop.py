@@ -1,0 +1,89 @@
+"""The learner's loop, run by every rank.
+
+    broker ─batch─► bound ─► advantages ─► plan ─share─► step: version + 1 ─► offer to generators
+                                                                          └─► trained ─► metrics ─► checkpoint ─► durable
+
+Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others wait in ``exchange.share``
+for rank 0, which waits for a batch; a finished group wakes it, and ``learner.collective_timeout_s`` and
+``launch.watchdog_s`` end it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from learners.batching import collate
+from learners.checkpoint import Checkpoints
+from learners.conductor import END, Conductor
+from learners.config import LearnerConfig
+from learners.exchange import Exchange, decode
+from learners.policy import Policy
+from learners.report import Stopwatch
+from broker.messages import Frontier
+
+
+def learn(
+    *,
+    policy: Policy,
+    exchange: Exchange,
+    conductor: Conductor | None,
+    checkpoints: Checkpoints,
+    config: LearnerConfig,
+    rank: int,
+) -> None:
+    """Trains until ``learner.total_steps``, the end of the data, or the end of the run."""
+    watch, saved = Stopwatch(), policy.version
+    publish(policy, conductor)
+    evaluate(policy, exchange, conductor, due=config.eval.at_start and policy.version == 0)
+    while policy.version < config.total_steps:
+        watch.lap("between")
+        frame = exchange.share(conductor and conductor.next_plan(policy.version))
+        watch.lap("wait")
+        if frame == END:
+            break
+        denominator, micro_batches = decode(frame, rank)
+        stats = policy.step([collate(rows, device=policy.device) for rows in micro_batches], denominator=denominator)
+        time.sleep(config.delay_s)
+        watch.lap("train")
+        if stats.applied:
+            publish(policy, conductor)
+        watch.lap("publish")
+        if conductor:
+            conductor.stepped(stats, watch)
+        if stats.applied and _due(policy.version, config.checkpoint.every_steps):
+            saved = save(policy, conductor, checkpoints)
+        at_end = policy.version == config.total_steps
+        evaluate(policy, exchange, conductor, due=stats.applied and not at_end and _due(policy.version, config.eval.every_steps))
+    evaluate(policy, exchange, conductor, due=config.eval.at_end)
+    if saved != policy.version:
+        save(policy, conductor, checkpoints)
+
+
+def publish(policy: Policy, conductor: Conductor | None) -> None:
+    """Collective. Gathers the weights on rank 0 and hands them to the publisher."""
+    tensors = policy.weights()
+    if conductor:
+        conductor.offer(policy.version, tensors)
+    else:
+        for _ in tensors:
+            pass
+
+
+def evaluate(policy: Policy, exchange: Exchange, conductor: Conductor | None, *, due: bool) -> None:
+    """Collective. A validation pass at the present version; every rank stands still, so that it stays the present one."""
+    if due:
+        exchange.share(conductor and conductor.evaluate(policy.version))
+
+
+def save(policy: Policy, conductor: Conductor | None, checkpoints: Checkpoints) -> int:
+    """Collective. Saves a checkpoint, then tells the broker. Returns its version."""
+    checkpoints.save(policy.version, conductor.frontier if conductor else Frontier(), policy.save)
+    if conductor:
+        conductor.saved(policy.version)
+    return policy.version
+
+
+def _due(version: int, every_steps: int) -> bool:
+    return every_steps > 0 and version % every_steps == 0

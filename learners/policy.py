@@ -1,0 +1,467 @@
+"""The policy in training: a Hugging Face model under DeepSpeed, the only file that imports it.
+
+    micro-batches ─forward at T─► log-probabilities ─policy_loss─► backward (ZeRO reduces) ─► one AdamW step: version + 1
+
+Every method that is marked collective is called by all ranks, in the same order; tensors arrive on rank 0.
+The weights are float32 and so is the optimizer: ZeRO's parameter shards are the master weights themselves.
+Proximal log-probabilities cost no second forward pass: a batch is one optimizer step, so the policy at the start of
+the step is the current one, and its log-probabilities are the current ones without their gradient, exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from broker.errors import SlipstreamError
+from learners.batching import MicroBatch
+from learners.config import AlgorithmConfig, LearnerConfig
+from learners.losses import LossTerms, entropy, policy_loss, token_logprobs
+from learners.schedule import learning_rate
+from learners.tensor_files import check_tensors, read_tensors, write_tensors
+from weights_sync.staging import persistent_buffers
+
+log = logging.getLogger(__name__)
+
+_BUCKET_BYTES = 64 << 20
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = "policy.json"
+
+
+class NonFiniteGradients(SlipstreamError):
+    """``learner.max_bad_steps`` steps in a row had gradients that are not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepStats:
+    """One step, over all ranks. ``applied`` is False when the gradients were not finite: nothing has changed then.
+
+    ``ratio_*`` are of exp(proximal - behavior) before the cap, ``kl_behavior`` the k3 estimate, means over tokens.
+    """
+
+    version: int
+    applied: bool
+    lr: float
+    loss: float
+    grad_norm: float
+    ratio_mean: float
+    ratio_max: float
+    clip_fraction: float
+    kl_behavior: float
+    entropy: float
+
+
+class Policy:
+    """The trained model of one rank.
+
+    Args:
+        model_dir: Hugging Face directory of the initial weights, and of tokenizer and configs for ``export``.
+        resume: directory that ``save`` wrote; weights, optimizer, version and RNG come from there.
+        temperature: of sampling; log-probabilities are computed at it.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_dir: Path,
+        config: LearnerConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        seed: int,
+        attention: str = "sdpa",
+        rank: int = 0,
+        world: int = 1,
+        local_rank: int = 0,
+        resume: Path | None = None,
+    ) -> None:
+        self.version = 0
+        self._model_dir, self._config, self._algorithm, self._temperature = model_dir, config, algorithm, temperature
+        self._rank, self._world, self._stage = rank, world, config.zero_stage
+        self._device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
+        self._bad_steps = 0
+        torch.manual_seed(seed + rank)
+        model = _load_model(resume or model_dir, attention=attention, checkpointing=config.gradient_checkpointing)
+        self._engine = _engine(model, config, local_rank=local_rank)
+        self.module: nn.Module = self._engine.module
+        if resume is not None:
+            self._load(resume, seed)
+
+    # -- training ----------------------------------------------------------------------------------------------
+    def step(self, micro_batches: Sequence[MicroBatch], *, denominator: int) -> StepStats:
+        """Collective. One optimizer step; ``version`` grows by one here and nowhere else, unless gradients are not
+        finite. ``denominator``: loss tokens of the step over all ranks.
+
+        Raises NonFiniteGradients after ``learner.max_bad_steps`` such steps in a row.
+        """
+        lr = learning_rate(self._config.optim, version=self.version, total_steps=self._config.total_steps)
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        sums = torch.zeros(len(LossTerms._fields), dtype=torch.float64)
+        for micro_batch in micro_batches:
+            terms = self._forward(micro_batch, denominator)
+            self._engine.backward(terms.loss * self._world, scale_wrt_gas=False)  # ZeRO means over ranks; ours is a sum
+            sums = _add(sums, terms)
+        grad_norm = self._apply()
+        applied = math.isfinite(grad_norm)
+        self.version += applied
+        self._bad_steps = 0 if applied else self._bad_steps + 1
+        if self._bad_steps >= self._config.max_bad_steps:
+            raise NonFiniteGradients(
+                f"{self._bad_steps} steps in a row at version {self.version} had gradients that are not finite "
+                "(learner.max_bad_steps); lower learner.optim.lr, or look at the batch's behavior log-probabilities"
+            )
+        return self._stats(self._over_ranks(sums), denominator, applied=applied, lr=lr, grad_norm=grad_norm)
+
+    def _forward(self, batch: MicroBatch, denominator: int) -> LossTerms:
+        # No attention mask: padding is on the right, where causal attention does not look (C30).
+        logits_BKV = self._engine(
+            input_ids=batch.input_ids_BT, use_cache=False, logits_to_keep=batch.target_ids_BK.shape[1]
+        ).logits
+        logp_BK = token_logprobs(logits_BKV, batch.target_ids_BK, temperature=self._temperature)
+        with torch.set_grad_enabled(self._algorithm.entropy_coef > 0):
+            entropy_BK = entropy(logits_BKV, temperature=self._temperature)
+        return policy_loss(
+            logp_BT=logp_BK,
+            proximal_logp_BT=logp_BK.detach(),
+            behavior_logp_BT=batch.behavior_logp_BK,
+            advantage_B=batch.advantage_B,
+            mask_BT=batch.mask_BK,
+            entropy_BT=entropy_BK,
+            denominator=denominator,
+            algorithm=self._algorithm,
+        )
+
+    def _apply(self) -> float:
+        """The optimizer step. Returns the gradient norm before clipping; not finite: nothing was applied."""
+        if self._stage == 0 and not self._reduce_gradients():
+            self._engine.zero_grad()
+            return math.inf
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm()) if self._stage else self._norm
+
+    def _reduce_gradients(self) -> bool:
+        """Mean and clip of whole gradients, which ZeRO does by itself from stage 1 on. Returns whether finite."""
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        if self._world > 1:
+            flat = torch.cat([grad.reshape(-1) for grad in grads]) / self._world
+            dist.all_reduce(flat)
+            torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(_split_like(flat, grads), grads, strict=True)])
+        self._norm = float(nn.utils.clip_grad_norm_(parameters, self._config.optim.max_grad_norm))
+        return math.isfinite(self._norm)
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        """Collective. Sums over ranks, and the maximum of ``ratio_max``, in one gather."""
+        if self._world == 1:
+            return sums
+        gathered = [torch.empty_like(sums) for _ in range(self._world)]
+        on_device = [one.to(self._device) for one in gathered]
+        dist.all_gather(on_device, sums.to(self._device))
+        total = torch.zeros_like(sums)
+        for one in on_device:
+            total = _merge(total, one.cpu())
+        return total
+
+    def _stats(self, sums: Tensor, denominator: int, *, applied: bool, lr: float, grad_norm: float) -> StepStats:
+        total, tokens = LossTerms(*sums.tolist()), max(1, denominator)
+        return StepStats(
+            version=self.version,
+            applied=applied,
+            lr=lr,
+            loss=float(total.loss),
+            grad_norm=grad_norm,
+            ratio_mean=float(total.ratio) / tokens,
+            ratio_max=float(total.ratio_max),
+            clip_fraction=float(total.clipped) / tokens,
+            kl_behavior=float(total.kl) / tokens,
+            entropy=float(total.entropy) / tokens,
+        )
+
+    # -- weights -----------------------------------------------------------------------------------------------
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. (name, whole tensor) on rank 0, nothing on the others, which must exhaust it all the same.
+
+        A tied tensor comes once, under its first name; persistent buffers follow the parameters. A tensor is valid
+        until the next one is asked for.
+        """
+        yield from self._whole([(name, p, _shard(p)) for name, p in self.module.named_parameters()])
+        if self._rank == 0:
+            yield from persistent_buffers(self.module)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of everything that ``weights`` yields."""
+        shapes = {name: _shape(p) for name, p in self.module.named_parameters()}
+        return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.module)}
+
+    def _whole(self, shards: Iterable[tuple[str, nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Assembles whole tensors on rank 0 from every rank's shard, a bucket of shards a gather (C2)."""
+        bucket: list[tuple[str, nn.Parameter, Tensor]] = []
+        size = 0
+        for name, parameter, shard in shards:
+            if self._stage < 3:
+                if self._rank == 0:
+                    yield name, shard.detach()
+                continue
+            bucket.append((name, parameter, shard))
+            size += shard.numel() * shard.element_size() * self._world
+            if size >= _BUCKET_BYTES:
+                yield from self._gathered(bucket)
+                bucket, size = [], 0
+        if bucket:
+            yield from self._gathered(bucket)
+
+    def _gathered(self, bucket: Sequence[tuple[str, nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        flat = torch.cat([shard.detach().reshape(-1) for _, _, shard in bucket]).to(self._device)
+        parts = [flat]
+        if self._world > 1:
+            parts = [torch.empty_like(flat) for _ in range(self._world)] if self._rank == 0 else []
+            dist.gather(flat, parts if self._rank == 0 else None, dst=0)
+        offset = 0
+        for name, parameter, shard in bucket:
+            if self._rank == 0:
+                pieces = [part[offset : offset + shard.numel()] for part in parts]
+                shape = _shape(parameter)
+                yield name, torch.cat(pieces)[: math.prod(shape)].view(shape)
+            offset += shard.numel()
+
+    # -- disk --------------------------------------------------------------------------------------------------
+    def export(self, directory: Path) -> None:
+        """Collective. Writes a Hugging Face directory with tokenizer, reads its shapes back, and only then puts it in
+        place of the one before. Raises TensorsMissing.
+        """
+        draft = directory.with_name(f".tmp-{directory.name}")
+        if self._rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        self._write_model(draft)
+        if self._rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            draft.rename(directory)
+        self._barrier()
+
+    def save(self, directory: Path) -> None:
+        """Collective. Everything to go on from, into an existing directory: model, optimizer, version, RNG.
+
+        Tensors are saved whole, so that any number of ranks at any ZeRO stage can load them (C71).
+        """
+        self._write_model(directory)
+        rng = {"cpu": torch.get_rng_state()}
+        if self._device.startswith("cuda"):
+            rng["cuda"] = torch.cuda.get_rng_state()
+        save_file(rng, directory / f"rng-{self._rank:05d}.safetensors")
+        steps = _adam_steps(self._engine)
+        if steps:
+            moments = self._moments()
+            if self._rank == 0:
+                write_tensors(directory, "optimizer", moments)
+            else:
+                _exhaust(moments)
+        if self._rank == 0:
+            state = {"version": self.version, "adam_steps": steps, "ranks": self._world}
+            (directory / _STATE).write_text(json.dumps(state), encoding="utf-8")
+
+    def _write_model(self, directory: Path) -> None:
+        if self._rank != 0:
+            _exhaust(self.weights())
+            return
+        model: Any = self.module
+        for source in self._model_dir.iterdir():
+            if source.suffix in (".json", ".txt", ".model", ".jinja") and not source.name.endswith(".index.json"):
+                shutil.copyfile(source, directory / source.name)
+        model.config.save_pretrained(directory)
+        write_tensors(directory, "model", self.weights())
+        check_tensors(directory, "model", self.shapes())
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. AdamW's two moments of every parameter, as ``weights``."""
+        api = _deepspeed().utils
+        get = api.safe_get_local_optimizer_state if self._stage == 3 else api.safe_get_full_optimizer_state
+        for key in _MOMENTS:
+            yield from self._whole(
+                (f"{name}.{key}", p, self._engine.optimizer.state[p][key] if self._stage == 0 else get(p, key))
+                for name, p in self.module.named_parameters()
+            )
+
+    def _load(self, directory: Path, seed: int) -> None:
+        """Optimizer, version and RNG; the weights were loaded with the model. Raises TensorsMissing."""
+        state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        self.version = int(state["version"])
+        if state["adam_steps"]:
+            parameters = dict(self.module.named_parameters())
+            wanted = {f"{name}.{key}": _shape(p) for name, p in parameters.items() for key in _MOMENTS}
+            check_tensors(directory, "optimizer", wanted)
+            _fill_adam(self._engine, int(state["adam_steps"]))
+            for name, value in read_tensors(directory, "optimizer"):
+                owner, _, key = name.rpartition(".")
+                self._set_moment(parameters[owner], key, value)
+        if int(state["ranks"]) != self._world:
+            log.warning(
+                "%s was saved by %d ranks, this run has %d: random numbers start from the seed",
+                directory, state["ranks"], self._world,
+            )  # fmt: skip
+            torch.manual_seed(seed + self._rank)
+            return
+        rng = load_file(directory / f"rng-{self._rank:05d}.safetensors")
+        torch.set_rng_state(rng["cpu"])
+        if "cuda" in rng and self._device.startswith("cuda"):
+            torch.cuda.set_rng_state(rng["cuda"])
+
+    def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        if self._stage == 0:
+            self._engine.optimizer.state[parameter][key].copy_(value)
+        elif self._stage < 3:
+            _deepspeed().utils.safe_set_full_optimizer_state(parameter, value.to(self._device), key)
+        else:
+            size = _shard(parameter).numel()
+            padded = torch.zeros(size * self._world, dtype=value.dtype)
+            padded[: value.numel()] = value.reshape(-1)
+            mine = padded[size * self._rank : size * (self._rank + 1)].to(self._device)
+            _deepspeed().utils.safe_set_local_optimizer_state(parameter, mine, key)
+
+    def _barrier(self) -> None:
+        if self._world > 1:
+            dist.barrier()
+
+
+def _load_model(directory: Path, *, attention: str, checkpointing: bool) -> nn.Module:
+    transformers_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(directory)
+    for name, value in config.to_dict().items():
+        # Dropout would make the learner's log-probabilities differ from those of the generator with the same weights.
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, config=config, dtype=torch.float32, attn_implementation=attention
+    )
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()  # type: ignore[no-any-return]
+
+
+def _deepspeed() -> Any:
+    import deepspeed
+
+    return deepspeed
+
+
+def _engine(model: nn.Module, config: LearnerConfig, *, local_rank: int) -> Any:
+    """The DeepSpeed engine; torch.distributed is initialised already."""
+    # DeepSpeed reads these when it is imported and, LOCAL_SIZE, in every step: without it, it starts a process each
+    # time to count NUMA nodes. They are its own; nothing of ours reads them.
+    os.environ.setdefault("DS_ACCELERATOR", config.device)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
+    deepspeed = _deepspeed()
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Its shared-memory collectives for CPU would be compiled for most of a minute; gloo's serve.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend=config.backend, verbose=False)
+    if config.zero_stage == 3 and (layers := _layer_classes(model)):
+        # One gather a layer, not one a Linear: hooks on every leaf cost more than a small model's arithmetic.
+        deepspeed.utils.set_z3_leaf_modules(model, layers)
+    optim = config.optim
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), optimizer=optimizer, config=_deepspeed_config(config)
+    )
+    return engine
+
+
+def _layer_classes(model: nn.Module) -> list[str]:
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return sorted(names & {type(module).__name__ for module in model.modules()})
+
+
+def _deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": False}
+    if config.zero_stage == 3:
+        # Parameters that stay whole are gathered one by one after each step; with 0 all come in coalesced gathers.
+        # The memory-efficient Linear is a Python autograd function around every Linear.
+        zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if config.offload_param:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # unused: we own the micro-batches
+        "managed_gradient_accumulation": False,  # every step() ends an accumulation
+        "gradient_clipping": config.optim.max_grad_norm if config.zero_stage else 0.0,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled, and torch's AdamW is what we resume
+        "steps_per_print": None,
+    }
+
+
+def _masters(engine: Any) -> list[Tensor]:
+    """The tensors that the torch optimizer steps: flat shards under ZeRO, the parameters without."""
+    optimizer = engine.optimizer
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return list(engine.module.parameters())
+
+
+def _torch_optimizer(engine: Any) -> Any:
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def _adam_steps(engine: Any) -> int:
+    """Steps that AdamW has taken, for its bias correction; 0 before the first."""
+    state = _torch_optimizer(engine).state
+    return max((int(one["step"]) for one in state.values() if "step" in one), default=0)
+
+
+def _fill_adam(engine: Any, steps: int) -> None:
+    """Makes the state that AdamW would make in its first step, to be filled from a checkpoint."""
+    state = _torch_optimizer(engine).state
+    for master in _masters(engine):
+        state[master] = {"step": torch.tensor(float(steps))} | {key: torch.zeros_like(master) for key in _MOMENTS}
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _shard(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a parameter: under ZeRO-3 a flat shard, padded to equal length on all ranks."""
+    shard = getattr(parameter, "ds_tensor", parameter)
+    assert isinstance(shard, Tensor)
+    return shard
+
+
+def _add(sums: Tensor, terms: LossTerms) -> Tensor:
+    return _merge(sums, torch.stack([term.detach().double() for term in terms]).cpu())
+
+
+def _merge(left: Tensor, right: Tensor) -> Tensor:
+    merged, at = left + right, LossTerms._fields.index("ratio_max")
+    merged[at] = torch.maximum(left[at], right[at])
+    return merged
+
+
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return flat.split([tensor.numel() for tensor in tensors])
+
+
+def _exhaust(items: Iterator[object]) -> None:
+    for _ in items:
+        pass

@@ -1,0 +1,113 @@
+"""What one step leaves behind: the metrics line, and how long its parts took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from broker.messages import Batch, Completion, Group
+from learners.advantages import zero_variance
+from learners.policy import StepStats
+from learners.staleness import Staleness
+
+
+class Stopwatch:
+    """Splits a step's wall time into named parts, in seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._parts: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """The time since the last lap went into ``part``."""
+        now = time.monotonic()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def read(self) -> dict[str, float]:
+        """``<part>_s`` since the last reading, and their sum as ``step_s``."""
+        parts = {f"{part}_s": seconds for part, seconds in self._parts.items()}
+        self._parts = {}
+        return parts | {"step_s": sum(parts.values())}
+
+
+def metrics(
+    *,
+    batch: Batch,
+    staleness: Staleness,
+    stats: StepStats,
+    micro_batches: int,
+    padding_share: float,
+    times: Mapping[str, float],
+) -> dict[str, object]:
+    """One line of metrics.jsonl; ``step`` is the policy version after the step, the axis of every metric."""
+    completions = [one for group in batch.groups for one in group.completions]
+    rewards = np.array([one.reward for one in completions])
+    step_s = max(times["step_s"], 1e-9)
+    return {
+        "step": stats.version,
+        "policy_version": stats.version,
+        "incarnation": batch.incarnation,
+        "time": time.time(),
+        "reward_mean": _mean(rewards),
+        "reward_std": float(rewards.std()) if len(rewards) else 0.0,
+        "reward_parts": reward_parts(completions),
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "ratio_mean": stats.ratio_mean,
+        "ratio_max": stats.ratio_max,
+        "clip_fraction": stats.clip_fraction,
+        "kl_behavior": stats.kl_behavior,
+        "entropy": stats.entropy,
+        "response_length_mean": _mean([len(one.token_ids) for one in completions]),
+        "truncated_share": _mean([one.finish_reason == "length" for one in completions]),
+        "masked_share": staleness.masked_share,
+        "trained_tokens": staleness.tokens,
+        "staleness_max": staleness.oldest,
+        "staleness_mean": staleness.mean,
+        "staleness_histogram": {str(age): count for age, count in staleness.histogram.items()},
+        "train_tokens_per_s": staleness.tokens / step_s,
+        "wait_s": times.get("wait_s", 0.0),
+        "train_s": times.get("train_s", 0.0),
+        "publish_s": times.get("publish_s", 0.0),
+        "step_s": times["step_s"],
+        "idle_share": times.get("wait_s", 0.0) / step_s,
+        "groups": len(batch.groups),
+        "samples": len(completions),
+        "micro_batches": micro_batches,
+        "padding_share": padding_share,
+        "zero_variance_groups": sum(zero_variance([c.reward for c in group.completions]) for group in batch.groups),
+        "failed_completions": sum(group.failed_completions for group in batch.groups),
+        "skipped": not stats.applied,
+    }
+
+
+def evaluation_line(groups: Sequence[Group], *, version: int, count: int) -> dict[str, object]:
+    """One line of eval.jsonl: the answers to ``count`` prompts under one policy version (C119)."""
+    completions = [one for group in groups for one in group.completions]
+    return {
+        "eval": True,
+        "step": version,
+        "policy_version": version,
+        "reward_mean": _mean([one.reward for one in completions]),
+        "reward_parts": reward_parts(completions),
+        "count": count,
+        "missing": count - sum(bool(group.completions) for group in groups),
+        "time": time.time(),
+    }
+
+
+def reward_parts(completions: Iterable[Completion]) -> dict[str, float]:
+    """Mean of each named part over the completions that have it."""
+    parts: dict[str, list[float]] = {}
+    for completion in completions:
+        for name, value in completion.reward_parts.items():
+            parts.setdefault(name, []).append(value)
+    return {name: _mean(values) for name, values in sorted(parts.items())}
+
+
+def _mean(values: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,54 @@
+"""The last screen of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from broker.messages import Counts
+from telemetry.live import number
+from telemetry.sink import read_jsonl
+
+
+def summarize(run_dir: Path, *, total_steps: int, max_staleness: int, wall_s: float, counts: Counts | None) -> str:
+    """One screen of text about a run that has ended, from its metrics and the ledger's last counts."""
+    metrics = run_dir / "logs" / "metrics.jsonl"
+    records = [record for record in read_jsonl(metrics) if "step" in record]
+    rows = [("steps", f"{_last(records, 'step'):.0f} of {total_steps}"), ("wall time", f"{wall_s:.1f} s")]
+    if records:
+        rows += _training(records, max_staleness)
+    rows += [
+        (f"eval at version {number(record, 'policy_version'):.0f}", f"reward {number(record, 'reward_mean'):.3f}")
+        for record in read_jsonl(metrics.with_name("eval.jsonl"))
+        if record.get("eval")
+    ]
+    if counts:
+        verdict = "balanced" if counts.balanced() else f"NOT balanced: the states add up to {counts.total()}"
+        rows.append(("ledger", f"{counts.fed} prompts fed, {verdict}"))
+    rows += [(name, str(run_dir / name)) for name in ("logs", "checkpoints", "actor") if (run_dir / name).is_dir()]
+    if (run_dir / "reward.png").is_file():
+        rows.append(("plot", str(run_dir / "reward.png")))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _training(records: Sequence[Mapping[str, object]], max_staleness: int) -> list[tuple[str, str]]:
+    edge = min(10, len(records))
+    first, last = (_mean(part, "reward_mean") for part in (records[:edge], records[-edge:]))
+    tokens = sum(number(record, "trained_tokens") for record in records)
+    oldest = max(number(record, "staleness_max") for record in records)
+    return [
+        ("reward", f"{first:.3f} -> {last:.3f} (means of the first and last {edge} steps)"),
+        ("trained tokens", f"{tokens:,.0f}"),
+        ("staleness", f"max {oldest:.0f}, bound {max_staleness}"),
+        ("masked", f"{_mean(records, 'masked_share'):.2%} of tokens"),
+        ("learner waits", f"{_mean(records, 'idle_share'):.0%} of a step"),
+    ]
+
+
+def _mean(records: Sequence[Mapping[str, object]], key: str) -> float:
+    return sum(number(record, key) for record in records) / len(records)
+
+
+def _last(records: Sequence[Mapping[str, object]], key: str) -> float:
+    return number(records[-1], key) if records else 0.0

@@ -1,0 +1,169 @@
+"""Frames: what goes in comes out, and nothing else gets in."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import types
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from broker import calls, messages
+from broker.codec import decode, encode
+from broker.errors import Refused
+from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Prompt
+
+LIMIT = 1 << 20
+MESSAGES = sorted(
+    (kind for kind in vars(messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)),
+    key=lambda kind: kind.__name__,
+)
+
+
+def strategy(hint: Any) -> st.SearchStrategy[Any]:
+    """Anything of a declared type, built from the same hints as the codec."""
+    origin, args = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        fields = {name: strategy(kind) for name, kind in get_type_hints(hint).items()}
+        return st.builds(hint, **fields)  # type: ignore[arg-type]
+    if origin is tuple:
+        return st.lists(strategy(args[0]), max_size=2).map(tuple)
+    if origin is dict:
+        return st.dictionaries(strategy(args[0]), strategy(args[1]), max_size=2)
+    if origin in (Union, types.UnionType):
+        return st.none() | strategy(next(arg for arg in args if arg is not type(None)))
+    if origin is np.ndarray:
+        return hnp.arrays(get_args(args[1])[0], hnp.array_shapes(min_dims=1, max_dims=2, min_side=0, max_side=3))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return st.sampled_from(list(hint))
+    scalars: dict[Any, st.SearchStrategy[Any]] = {
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(allow_nan=False),
+        str: st.text(max_size=5),
+        bool: st.booleans(),
+    }
+    return scalars[hint]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+    if dataclasses.is_dataclass(a):
+        names = [field.name for field in dataclasses.fields(a)]
+        return type(a) is type(b) and all(same(getattr(a, name), getattr(b, name)) for name in names)
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) and type(a) is type(b)
+
+
+@pytest.mark.parametrize("kind", [*MESSAGES, *calls.CALLS.values()], ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_every_message_survives_the_trip(kind: type, data: Any) -> None:
+    value = data.draw(strategy(kind))
+    assert same(decode(encode(value), kind, max_bytes=LIMIT), value)
+
+
+@pytest.mark.parametrize("kind", calls.CALLS.values(), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_every_answer_survives_the_trip(kind: Any, data: Any) -> None:
+    hint = calls.answer_type(kind)
+    value = None if hint is type(None) else data.draw(strategy(hint))
+    assert same(decode(encode(value, hint), hint, max_bytes=LIMIT), value)
+
+
+@given(st.binary(max_size=60))
+def test_random_bytes_are_refused(junk: bytes) -> None:
+    with pytest.raises(Refused):
+        decode(junk, Group, max_bytes=LIMIT)
+
+
+@given(data=st.data(), position=st.integers(0, 400), byte=st.integers(0, 255))
+@settings(max_examples=200, deadline=None)
+def test_a_changed_byte_gives_a_group_or_a_refusal_never_anything_else(data: Any, position: int, byte: int) -> None:
+    frame = bytearray(encode(data.draw(strategy(Group))))
+    frame[position % len(frame)] = byte
+    try:
+        assert isinstance(decode(bytes(frame), Group, max_bytes=LIMIT), Group)
+    except Refused:
+        pass
+
+
+def altered(field: str, value: Any, make: Any) -> bytes:
+    """A completion's frame with one field replaced on the wire."""
+    schema, name, body = msgpack.unpackb(encode(make.completion()))
+    body[[one.name for one in dataclasses.fields(Completion)].index(field)] = value
+    return bytes(msgpack.packb([schema, name, body]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("token_ids", ["<i8", [1], b"12345678"], r"\.token_ids: dtype '<i8' where '<i4'"),
+        ("token_ids", [">i4", [1], b"1234"], r"dtype '>i4' where '<i4'"),
+        ("token_ids", ["<i4", [2], b"1234"], r"4 bytes for shape \[2\]"),
+        ("token_ids", ["<i4", [-1], b""], "not a list of sizes"),
+        ("token_ids", ["|O", [1], b"12345678"], "dtype '|O'"),
+        ("token_ids", [1, 2], r"not \[dtype, shape, bytes\]"),
+        ("reward", 1, r"\.reward: int where float"),
+        ("reward", True, "bool where float"),
+        ("finish_reason", b"stop", "bytes where str"),
+        ("reward_parts", {"a": "b"}, r"\.reward_parts\['a'\]: str where float"),
+        ("reward_parts", [], "list where dict"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_by_name(field: str, value: Any, complaint: str, make: Any) -> None:
+    with pytest.raises(Refused, match=complaint):
+        decode(altered(field, value, make), Completion, max_bytes=LIMIT)
+
+
+def test_a_nested_complaint_names_the_whole_path(make: Any) -> None:
+    prompt = make.prompt(0)
+    bad = dataclasses.replace(prompt, token_ids=prompt.token_ids.astype(np.int64))
+    with pytest.raises(Refused, match=r"Feed: \.prompts: .*\.token_ids: int64 where an array of int32"):
+        encode(calls.Feed(prompts=(bad,)))
+
+
+def test_frames_of_another_schema_type_or_size_are_refused() -> None:
+    frame = encode(Frontier(base=3))
+    with pytest.raises(Refused, match="'Frontier' where Prompt was expected"):
+        decode(frame, Prompt, max_bytes=LIMIT)
+    with pytest.raises(Refused, match="broker.max_frame_bytes = 4"):
+        decode(frame, Frontier, max_bytes=4)
+    other = msgpack.packb([SCHEMA_VERSION + 1, "Frontier", [3, []]])
+    with pytest.raises(Refused, match=f"wire schema {SCHEMA_VERSION + 1} where {SCHEMA_VERSION}"):
+        decode(other, Frontier, max_bytes=LIMIT)
+    for body in ([3], [3, [], 4], {"base": 3}):
+        with pytest.raises(Refused, match="malformed Frontier"):
+            decode(msgpack.packb([SCHEMA_VERSION, "Frontier", body]), Frontier, max_bytes=LIMIT)
+
+
+def test_decoded_arrays_are_views_that_nobody_can_write_to(make: Any) -> None:
+    copy = decode(encode(make.completion()), Completion, max_bytes=LIMIT)
+    assert not copy.token_ids.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        copy.token_ids[0] = 1
+
+
+def test_text_with_lone_surrogates_survives(make: Any) -> None:
+    value = dataclasses.replace(make.completion(), text="half a pair: \ud83d")
+    assert decode(encode(value), Completion, max_bytes=LIMIT).text == "half a pair: \ud83d"
+
+
+def test_c120_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "exploded",)
+
+    with pytest.raises(Refused):
+        decode(pickle.dumps(Bomb()), Group, max_bytes=LIMIT)
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,203 @@
+"""The ledger in Python and the ledger in Lua are one machine: same calls, same answers, same books."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from broker.codec import encode
+from broker.config import BrokerConfig
+from broker.errors import BrokerError
+from broker.local import LocalBroker
+from broker.messages import Batch, Frontier, Group, Lease, Member, MemberState, Publication
+from broker.redis_backend import RedisBroker
+
+small = st.integers(0, 3)
+namespaces = itertools.count()
+
+
+class Twins(RuleBasedStateMachine):
+    """Every rule is one call on both brokers; time stands still but for ``advance``."""
+
+    def __init__(self, url: str, make: Any) -> None:
+        super().__init__()
+        self.make, self.now, self.fed, self.version, self.incarnation, self.attempt = make, 1000.0, 0, 0, -1, 0
+        self.leases: list[Lease] = []
+        self.batches: list[Batch] = []
+        config = BrokerConfig(backend="redis", namespace=f"parity{next(namespaces)}")
+        tokens = (itertools.count(), itertools.count())
+        self.local = LocalBroker(clock=lambda: self.now, token=lambda: f"sametoke{next(tokens[0])}")
+        self.redis = RedisBroker(config, url, clock=lambda: self.now, token=lambda: f"sametoke{next(tokens[1])}")
+
+    def both(self, call: Callable[[Any], Any]) -> Any:
+        results = [outcome(call, broker) for broker in (self.local, self.redis)]
+        assert plain(results[0]) == plain(results[1])
+        return None if isinstance(results[0], type) else results[0]
+
+    @rule(
+        back=small,
+        base=st.integers(0, 12),
+        beyond=st.sets(st.integers(0, 16), max_size=3),
+        on_stale=st.sampled_from(["mask", "drop"]),
+    )
+    def open_run(self, back: int, base: int, beyond: set[int], on_stale: str) -> None:
+        self.version = max(0, self.version - back)
+        rules = self.make.rules(
+            on_stale=on_stale, groups_per_step=2, max_attempts=2, lease_timeout_s=7.3, member_timeout_s=4.1
+        )
+        frontier = Frontier(base=base if self.incarnation >= 0 else 0, beyond=tuple(sorted(beyond)))
+        self.incarnation = self.both(
+            lambda broker: broker.open_run(rules=rules, version=self.version, frontier=frontier)
+        )
+
+    @rule(count=st.integers(1, 6), back=small)
+    def feed(self, count: int, back: int) -> None:
+        start = max(0, self.fed - back)
+        self.both(lambda broker: broker.feed(self.make.prompts(range(start, start + count))))
+        self.fed = max(self.fed, start + count)
+
+    @rule(count=st.integers(1, 3), ahead=st.integers(0, 1))
+    def feed_evaluation(self, count: int, ahead: int) -> None:
+        prompts = self.make.prompts(range(count), eval_version=self.version + ahead)
+        self.both(lambda broker: broker.feed(prompts))
+
+    @rule(count=st.integers(1, 4), behind=st.integers(-2, 2), foreign=st.booleans(), who=st.sampled_from("ab"))
+    def lease(self, count: int, behind: int, foreign: bool, who: str) -> None:
+        got = self.both(
+            lambda broker: broker.lease(
+                member_id=who,
+                policy_version=self.version - behind,
+                incarnation=self.incarnation + (foreign and behind > 0),
+                max_prompts=count,
+                wait_s=0,
+            )
+        )
+        self.leases += got or ()
+
+    @precondition(lambda self: self.leases)
+    @rule(
+        data=st.data(),
+        runs=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=2),
+        old=st.booleans(),
+        again=st.booleans(),
+    )
+    def push(self, data: Any, runs: list[tuple[int, int]], old: bool, again: bool) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        near = [(max(0, self.version - delta), count) for delta, count in runs] if not old else runs
+        group = self.make.group(lease, near, incarnation=max(lease.incarnation, self.incarnation - again))
+        self.both(lambda broker: broker.push(group))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def push_current(self, data: Any) -> None:
+        lease = data.draw(st.sampled_from(self.leases[-4:]))
+        self.both(lambda broker: broker.push(self.make.group(lease, [(self.version, 2)])))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), error=st.sampled_from(["", "broke", "other"]))
+    def release(self, data: Any, error: str) -> None:
+        lease = data.draw(st.sampled_from(self.leases))
+        self.both(lambda broker: broker.release(lease_id=lease.lease_id, error=error))
+
+    @rule(ahead=st.integers(0, 2))
+    def take_batch(self, ahead: int) -> None:
+        batch = self.both(lambda broker: broker.take_batch(version=self.version + ahead, wait_s=0))
+        self.batches += [batch] if batch is not None else []
+
+    @precondition(lambda self: self.batches)
+    @rule(index=st.integers(1, 3))
+    def trained(self, index: int) -> None:
+        batch = self.batches[-min(index, len(self.batches))]
+        self.both(lambda broker: broker.trained(batch_id=batch.batch_id, version=batch.version + 1))
+        self.version = max(self.local.state().version, 0)
+
+    @rule(back=st.integers(-1, 2))
+    def durable(self, back: int) -> None:
+        self.both(lambda broker: broker.durable(version=self.version - back))
+
+    @rule(
+        who=st.sampled_from("ab"),
+        state=st.sampled_from(list(MemberState)),
+        error=st.sampled_from(["", "lost its device"]),
+        renewed=st.integers(0, 3),
+    )
+    def report(self, who: str, state: MemberState, error: str, renewed: int) -> None:
+        leases = tuple(lease.lease_id for lease in self.leases[-renewed:]) if renewed else ()
+        member = Member(
+            member_id=who,
+            role="generator",
+            state=state,
+            policy_version=self.version,
+            incarnation=self.incarnation,
+            host="h",
+            pid=1,
+            leases=leases,
+            error=error,
+        )
+        self.both(lambda broker: broker.report(member))
+
+    @rule(step=st.integers(0, 1), foreign=st.booleans())
+    def publish(self, step: int, foreign: bool) -> None:
+        self.attempt += step
+        offer = Publication(
+            version=self.version,
+            incarnation=self.incarnation - (foreign and step == 0),
+            attempt=self.attempt,
+            epoch=1,
+            store="s:1",
+            receivers=("a",),
+        )
+        self.both(lambda broker: broker.publish(offer))
+
+    @rule()
+    def finish(self) -> None:
+        self.both(lambda broker: broker.finish("enough"))
+
+    @rule(seconds=st.sampled_from([0.1, 1.7, 4.1, 7.3]))
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def every_look_agrees(self) -> None:
+        state = self.both(lambda broker: broker.state())
+        assert state.counts.balanced(), state.counts
+        self.both(lambda broker: broker.publication(after_attempt=0, wait_s=0))
+        self.both(lambda broker: broker.eval_results(version=self.version, count=1, wait_s=0))
+
+    def teardown(self) -> None:
+        self.local.close()
+        self.redis.close()
+
+
+def outcome(call: Callable[[Any], Any], broker: Any) -> Any:
+    try:
+        return call(broker)
+    except BrokerError as error:
+        return type(error)
+
+
+def plain(result: Any) -> Any:
+    """Something that compares, which messages with arrays do not."""
+    if isinstance(result, Batch | Group | Lease):
+        return encode(result)
+    return [plain(one) for one in result] if isinstance(result, tuple) else result
+
+
+@pytest.mark.service
+def test_the_lua_ledger_does_what_the_python_ledger_does(redis_server: Any, make: Any) -> None:
+    run_state_machine_as_test(
+        lambda: Twins(redis_server.url, make),
+        settings=settings(
+            max_examples=100,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,66 @@
+"""The command line."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+
+
+def slipstream(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "launch.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=cwd)
+
+
+def test_c102_a_wrong_key_exits_with_2_and_names_the_nearest_without_a_traceback(tmp_path: Path) -> None:
+    for command in ("up", "broker", "learner", "generator", "ledger"):
+        done = slipstream(command, "learner.optim.lrr=1", cwd=tmp_path)
+        assert done.returncode == 2, command
+        assert "learner.optim.lrr=1: unknown key; did you mean learner.optim.lr?" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["up", "--fast"], ["up", "-c", "nowhere"], ["up", "x"]])
+def test_wrong_usage_exits_with_2(arguments: list[str], tmp_path: Path) -> None:
+    done = slipstream(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_generator_without_a_broker_is_told_how_to_name_one(tmp_path: Path) -> None:
+    done = slipstream("generator", f"output_dir={tmp_path}")
+    assert done.returncode == 2
+    assert "broker.url=tcp://HOST:PORT" in done.stderr
+    assert "SLIPSTREAM_BROKER_URL" in done.stderr
+
+
+def test_the_version_is_the_packages() -> None:
+    done = slipstream("--version")
+    assert (done.returncode, done.stdout) == (0, f"slipstream {version('slipstream')}\n")
+
+
+def test_config_show_prints_what_would_run_and_the_derived_numbers() -> None:
+    done = slipstream("config", "show", "rollout.groups_per_step=4", "-c", "quickstart", "learner.optim.lr=2e-5")
+    assert done.returncode == 0
+    assert "# samples a step: 32 = 4 groups x 8 completions" in done.stdout
+    assert "lr: 2e-05" in done.stdout
+
+
+def test_help_and_wrong_settings_cost_no_heavy_import() -> None:
+    script = (
+        "import sys; from launch import cli\n"
+        "code = cli.main(['up', 'learner.optim.lrr=1'])\n"
+        "heavy = {'torch', 'vllm', 'transformers', 'deepspeed', 'ray', 'matplotlib'} & set(sys.modules)\n"
+        "print(code, sorted(heavy))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "2 []\n"
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option() -> None:
+    args = cli.arguments(["up", "a=1", "-c", "x", "b=2"])
+    assert (args.config, args.overrides) == ("x", ["a=1", "b=2"])

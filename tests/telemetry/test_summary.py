@@ -1,0 +1,44 @@
+"""The last screen of a run."""
+
+from pathlib import Path
+
+from broker.messages import Counts
+from telemetry.sink import JsonlSink
+from telemetry.summary import summarize
+
+
+def write_run(run_dir: Path) -> None:
+    sink = JsonlSink(run_dir / "logs" / "metrics.jsonl")
+    for step in range(1, 41):
+        sink.write(
+            {
+                "step": step,
+                "reward_mean": 0.1 if step <= 20 else 0.9,
+                "trained_tokens": 100,
+                "staleness_max": 1 if step == 7 else 0,
+                "masked_share": 0.05,
+                "idle_share": 0.25,
+            }
+        )
+    JsonlSink(run_dir / "logs" / "eval.jsonl").write({"eval": True, "policy_version": 40, "reward_mean": 0.93})
+
+
+def books(fed: int) -> Counts:
+    return Counts(
+        fed=fed, queued=10, leased=0, buffered=0, training=0, trained=0, durable=30, filtered={}, dead={}, events={}
+    )
+
+
+def test_it_says_what_came_of_the_run(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    text = summarize(tmp_path, total_steps=40, max_staleness=1, wall_s=65.0, counts=books(40))
+    for part in ("40 of 40", "0.100 -> 0.900", "4,000", "max 1, bound 1", "5.00%", "25%", "65.0 s", "0.930"):
+        assert part in text
+    assert "40 prompts fed, balanced" in text
+    assert str(tmp_path / "logs") in text
+
+
+def test_books_that_do_not_add_up_are_told(tmp_path: Path) -> None:
+    text = summarize(tmp_path, total_steps=40, max_staleness=1, wall_s=1.0, counts=books(41))
+    assert "NOT balanced: the states add up to 40" in text
+    assert "0 of 40" in text

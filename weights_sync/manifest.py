@@ -1,0 +1,233 @@
+"""The manifest of a publication: what the payload holds, planned as a pure function over names and shapes.
+
+    declared specs --plan--> entries with offsets --fill, digest--> Manifest --encode--> wire --decode--> Manifest
+
+The payload is one flat run of bytes; every tensor sits in a slot that starts at a multiple of ALIGNMENT, so that a
+view of any element type is legal. Storages that share memory are sent once and named in ``tied``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgpack
+import xxhash
+
+from weights_sync.errors import LayoutRefused, SyncFailed
+
+SCHEMA = 1
+ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """A tensor as the learner declares it: its full (never a shard's) shape, and its own element type."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    buffer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of the payload.
+
+    Attributes:
+        dtype: element type on the wire.
+        offset: of the slot in the payload, in bytes.
+        nbytes: of the tensor itself, without the slot's padding.
+        digest: xxh3_128 of the wire bytes, in hex; empty until the bytes are there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a publication carries.
+
+    Attributes:
+        tied: alias -> name of the entry that shares its storage; aliases are never sent.
+        buffers: names of entries that are buffers; buffers not named here are left alone on the receiver.
+    """
+
+    version: int
+    incarnation: int
+    entries: tuple[TensorEntry, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the flat payload, padding included."""
+        return sum(_slot(entry.nbytes) for entry in self.entries)
+
+    def layout(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+        """What must not change between two versions of one run: name, shape and wire type of every tensor."""
+        return tuple((entry.name, entry.shape, entry.dtype) for entry in self.entries)
+
+
+def plan(
+    specs: Sequence[TensorSpec], *, wire_dtype: str, tied: Mapping[str, str] | None = None
+) -> tuple[TensorEntry, ...]:
+    """Lays the declared tensors out in their order, floating ones in ``wire_dtype``, tied aliases left out.
+
+    Raises LayoutRefused for an empty tensor (a shard that was not gathered), a name given twice, an unknown type,
+    or an alias of a tensor that is not sent.
+    """
+    tied = tied or {}
+    entries: list[TensorEntry] = []
+    offset = 0
+    for spec in specs:
+        if spec.name in tied:
+            continue
+        dtype = wire_dtype if spec.dtype in _FLOATS else spec.dtype
+        if dtype not in ITEM_BYTES:
+            raise LayoutRefused(f"{spec.name}: element type {dtype!r} cannot be sent")
+        elements = math.prod(spec.shape)
+        if elements == 0:
+            raise LayoutRefused(f"{spec.name}: declared shape {spec.shape} is empty; declare the full shape")
+        nbytes = elements * ITEM_BYTES[dtype]
+        entries.append(TensorEntry(name=spec.name, shape=spec.shape, dtype=dtype, offset=offset, nbytes=nbytes))
+        offset += _slot(nbytes)
+    names = [entry.name for entry in entries]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LayoutRefused(f"declared twice: {', '.join(twice)}")
+    if lost := sorted(alias for alias, target in tied.items() if target not in names):
+        raise LayoutRefused(f"tied to a tensor that is not sent: {', '.join(lost)}")
+    return tuple(entries)
+
+
+def check_shape(entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    """Raises LayoutRefused unless ``shape`` is the declared full shape (a ZeRO-3 shard has shape (0,))."""
+    if shape != entry.shape:
+        raise LayoutRefused(
+            f"{entry.name}: got shape {shape}, declared {entry.shape}; gather the parameter before sending it"
+        )
+
+
+def check_names(*, wanted: Iterable[str], got: Iterable[str], who: str) -> None:
+    """Raises LayoutRefused that lists every unknown and every missing name; matching nothing is no special case."""
+    wanted, got = set(wanted), set(got)
+    unknown, missing = sorted(got - wanted), sorted(wanted - got)
+    if unknown or missing:
+        parts = [f"unknown: {_listed(unknown)}"] if unknown else []
+        parts += [f"missing: {_listed(missing)}"] if missing else []
+        raise LayoutRefused(f"tensor names do not fit {who}; {'; '.join(parts)}")
+
+
+def digest(data: memoryview) -> str:
+    """xxh3_128 of ``data`` in hex: 32 characters."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def with_digests(manifest: Manifest, digest_of: Callable[[TensorEntry], str]) -> Manifest:
+    """The manifest with every entry's digest filled in."""
+    return replace(manifest, entries=tuple(replace(entry, digest=digest_of(entry)) for entry in manifest.entries))
+
+
+def bucket_spans(total_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, int]]:
+    """Consecutive (start, stop) byte ranges of at most ``bucket_bytes`` that cover the payload."""
+    for start in range(0, total_bytes, bucket_bytes):
+        yield start, min(start + bucket_bytes, total_bytes)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as msgpack bytes."""
+    rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, e.digest] for e in manifest.entries]
+    document = {
+        "schema": SCHEMA,
+        "version": manifest.version,
+        "incarnation": manifest.incarnation,
+        "entries": rows,
+        "tied": dict(manifest.tied),
+        "buffers": list(manifest.buffers),
+    }
+    packed: bytes = msgpack.packb(document)
+    return packed
+
+
+def decode(data: bytes) -> Manifest:
+    """Raises SyncFailed for anything that ``encode`` cannot have written."""
+    try:
+        document = msgpack.unpackb(data, strict_map_key=True)
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema {document['schema']!r}, expected {SCHEMA}")
+        manifest = Manifest(
+            version=_typed(document["version"], int),
+            incarnation=_typed(document["incarnation"], int),
+            entries=tuple(_entry(row) for row in document["entries"]),
+            tied={_typed(k, str): _typed(v, str) for k, v in document["tied"].items()},
+            buffers=tuple(_typed(name, str) for name in document["buffers"]),
+        )
+        _consistent(manifest)
+    except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
+        raise SyncFailed(f"malformed manifest: {error}") from error
+    return manifest
+
+
+def _entry(row: list[Any]) -> TensorEntry:
+    name, shape, dtype, offset, nbytes, checksum = row
+    entry = TensorEntry(
+        name=_typed(name, str),
+        shape=tuple(_typed(size, int) for size in shape),
+        dtype=_typed(dtype, str),
+        offset=_typed(offset, int),
+        nbytes=_typed(nbytes, int),
+        digest=_typed(checksum, str),
+    )
+    if any(size <= 0 for size in entry.shape) or entry.nbytes != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
+        raise ValueError(f"{entry.name}: {entry.nbytes} bytes do not hold {entry.shape} of {entry.dtype}")
+    if len(bytes.fromhex(entry.digest)) != 16:
+        raise ValueError(f"{entry.name}: no digest")
+    return entry
+
+
+def _consistent(manifest: Manifest) -> None:
+    offset = 0
+    for entry in manifest.entries:
+        if entry.offset != offset:
+            raise ValueError(f"{entry.name}: slot at {entry.offset}, expected {offset}")
+        offset += _slot(entry.nbytes)
+    names = {entry.name for entry in manifest.entries}
+    if len(names) != len(manifest.entries):
+        raise ValueError("a name occurs twice")
+    if not names.issuperset(manifest.buffers) or not names.issuperset(manifest.tied.values()):
+        raise ValueError("a buffer or a tied name is not among the entries")
+
+
+def _typed(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is not {kind.__name__}")
+    return value
+
+
+def _slot(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _listed(names: list[str], limit: int = 20) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

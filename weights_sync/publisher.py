@@ -1,0 +1,380 @@
+"""The sending end: from ``offer`` on the learner's thread to a version that every live generator reports in use.
+
+    offer(v) -> Shelf -> [sender thread: seal, choose receivers, announce] -> [transfer thread: form group, send]
+                      -> receivers settle (store) -> members report v (broker) -> confirmed
+
+Three threads of ours share one condition. The member watch keeps ``_members`` fresh; the sender decides and waits;
+a transfer thread per attempt does the blocking collectives, because only leaving it behind ends them early. An
+attempt that fails in any way throws its group away and the next one forms a new epoch from whoever is alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from broker.contract import Broker
+from broker.messages import Member, Publication
+from weights_sync.config import WeightsSyncConfig
+from weights_sync.errors import NoReceiver, SyncFailed
+from weights_sync.groups import Group, check_reachable, host_store, make_group
+from weights_sync.manifest import Manifest
+from weights_sync.members import STRIKES, Blame, MemberWatch, holds, key, live
+from weights_sync.receiver import ABANDONED, SENT, STAGED, settled_key, verdict_key
+from weights_sync.shelf import Shelf
+from weights_sync.staging import Declaration, Staging
+from weights_sync.transfer import send
+
+log = logging.getLogger(__name__)
+
+_SLICE_S = 0.1  # between looks at the store, which wakes nobody
+_ANSWER_S = 2.0  # for receivers to confirm that they left an abandoned attempt
+_BACKOFF_S = (0.0, 0.1, 0.5, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishStats:
+    """Numbers of the publisher. ``seconds``: from the last announcement to the last receiver's report."""
+
+    version: int = -1
+    seconds: float = 0.0
+    payload_bytes: int = 0
+    attempts: int = 0
+    failed_attempts: int = 0
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    """One try at sending. ``members`` are the receivers in rank order, as they were when it began."""
+
+    publication: Publication
+    members: tuple[Member, ...]
+    sent: bool = False
+    error: str = ""
+    over: bool = False
+
+    def ranks(self) -> Iterable[tuple[int, Member]]:
+        return enumerate(self.members, start=1)
+
+
+class Publisher:
+    """Sends policy versions to the generators, beside the learner's steps.
+
+    Args:
+        connect: opens a broker client; called once per thread that needs one.
+        declaration: what the model has to send (weights_sync.staging.declare).
+        incarnation: of this learner, as ``Broker.open_run`` returned it.
+        device: of the staging buffers; a GPU only with nccl.
+
+    A failure of the publisher itself is raised by the next ``offer`` or ``flush``.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: WeightsSyncConfig,
+        connect: Callable[[], Broker],
+        declaration: Declaration,
+        incarnation: int,
+        device: str = "cpu",
+    ) -> None:
+        self._config, self._connect, self._incarnation = config, connect, incarnation
+        self._device = device if config.backend == "nccl" else "cpu"
+        self._shelf = Shelf(declaration, wire_dtype=config.wire_dtype, device=self._device)
+        self._store, self._address = host_store(config.host, config.port, config.sync_timeout_s)
+        self._changed = threading.Condition()
+        self._members: tuple[Member, ...] = ()
+        self._blame = Blame()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._offered = -1
+        self._current: tuple[Manifest, Staging] | None = None
+        self._group: tuple[tuple[tuple[str, int], ...], Group] | None = None
+        self._numbers = (0, 0)  # attempt, epoch
+        self._failed_in_a_row = 0
+        self._resting: set[tuple[str, int]] = set()  # silent last time: not to hold up the others the next time
+        self._progress = time.monotonic()
+        self.stats = PublishStats()
+        log.info("weights are offered at %s", self._address)
+        self._watch = MemberWatch(connect, on_members=self._members_are, on_error=self._fail)
+        self._sender = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._sender.start()
+
+    # -- the learner's thread ----------------------------------------------------------------------------------
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies a version (every declared tensor, whole) into staging and returns; sending goes on beside.
+
+        A version that still waits is replaced. Raises LayoutRefused, or what ended the publisher.
+        """
+        self._raise_failure()
+        self._shelf.put(version, tensors)
+        with self._changed:
+            self._offered = version
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until every live generator uses the newest offered version. Raises SyncFailed at the timeout."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._failure is not None or not self._behind(), timeout_s)
+            behind = self._behind()
+        self._raise_failure()
+        if not done:
+            raise SyncFailed(
+                f"version {self._offered} is not in use after {timeout_s:g} s at {', '.join(behind) or 'anyone'} "
+                f"(weights_sync.sync_timeout_s = {self._config.sync_timeout_s:g}); {self._blame.text()}"
+            )
+
+    def close(self) -> None:
+        """Stops sending. An attempt under way is abandoned."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._sender.join(timeout=_ANSWER_S + 1.0)
+        self._watch.close()
+
+    def _behind(self) -> list[str]:
+        """Live generators that do not use the newest offered version; caller holds the lock."""
+        candidates = [m for m in live(self._members) if not self._blame.out(m)]
+        return [m.member_id for m in candidates if not holds(m, version=self._offered, incarnation=self._incarnation)]
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # -- the watch's thread ------------------------------------------------------------------------------------
+    def _members_are(self, members: tuple[Member, ...]) -> None:
+        with self._changed:
+            self._members = members
+            self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._failure is None and not self._closed:
+                self._failure = error
+            self._changed.notify_all()
+
+    # -- the sender's thread -----------------------------------------------------------------------------------
+    def _run(self) -> None:
+        """Waits for an offer, a newcomer, or close; then tries to send."""
+        try:
+            broker = self._connect()
+            known = broker.state().publication
+            if known is not None:
+                self._numbers = (known.attempt, known.epoch)
+            while (members := self._next_receivers()) is not None:
+                self._try(broker, members)
+            broker.close()
+        except BaseException as error:
+            log.error("the publisher ends: %s", error)
+            self._fail(error)
+
+    def _next_receivers(self) -> tuple[Member, ...] | None:
+        """The receivers of the next attempt, or None when closed. Raises NoReceiver."""
+        not_before = time.monotonic() + _BACKOFF_S[min(self._failed_in_a_row, len(_BACKOFF_S) - 1)]
+        while True:
+            sealed = self._shelf.promote(self._incarnation)
+            with self._changed:
+                if self._closed or self._failure is not None:
+                    return None
+                self._current = sealed or self._current
+                if self._current is None:
+                    self._progress = time.monotonic()
+                    self._changed.wait()
+                    continue
+                pending = self._pending(self._current[0].version)
+                now = time.monotonic()
+                if pending and now >= not_before:
+                    return pending
+                if now - self._progress > self._config.no_generator_timeout_s:
+                    raise NoReceiver(
+                        f"no generator took version {self._current[0].version} for "
+                        f"weights_sync.no_generator_timeout_s = {self._config.no_generator_timeout_s:g} s; "
+                        f"{self._blame.text() or 'none is alive'}"
+                    )
+                if self._shelf.waiting is None:
+                    self._changed.wait(max(0.01, not_before - now) if pending else _SLICE_S * 10)
+
+    def _pending(self, version: int) -> tuple[Member, ...]:
+        """Live generators without ``version``, those left out excepted; notes progress when all have it."""
+        candidates = [m for m in live(self._members) if not self._blame.out(m)]
+        pending = tuple(m for m in candidates if not holds(m, version=version, incarnation=self._incarnation))
+        if candidates and not pending:
+            self._progress = time.monotonic()
+        return tuple(m for m in pending if key(m) not in self._resting) or pending
+
+    def _try(self, broker: Broker, members: tuple[Member, ...]) -> None:
+        """One attempt: announce, transfer, wait for the reports."""
+        assert self._current is not None
+        members = tuple(m for m in members if self._reachable(m))
+        if not members:
+            return
+        began = time.monotonic()
+        attempt = self._announce(broker, members)
+        threading.Thread(target=self._transfer, args=(attempt, *self._current), name="transfer", daemon=True).start()
+        failures = self._wait_sent(attempt)
+        self._store.set(verdict_key(attempt.publication.attempt), (ABANDONED if failures else SENT).decode())
+        if not failures:
+            failures = self._wait_in_use(attempt)
+        else:
+            self._blame_silent(attempt, failures)
+        self._book(attempt, failures, time.monotonic() - began)
+
+    def _reachable(self, member: Member) -> bool:
+        try:
+            check_reachable(self._config.host, member.host)
+        except (SyncFailed, OSError) as error:
+            log.error("generator %s is left out: %s", member.member_id, error)
+            self._blame.strike(member, str(error), times=STRIKES)
+            return False
+        return True
+
+    def _announce(self, broker: Broker, members: tuple[Member, ...]) -> _Attempt:
+        assert self._current is not None
+        keys = tuple(key(m) for m in members)
+        if self._group is not None and self._group[0] != keys:
+            self._group = None
+        number, epoch = self._numbers[0] + 1, self._numbers[1] + (self._group is None)
+        self._numbers = (number, epoch)
+        publication = Publication(
+            version=self._current[0].version,
+            incarnation=self._incarnation,
+            attempt=number,
+            epoch=epoch,
+            store=self._address,
+            receivers=tuple(m.member_id for m in members),
+        )
+        self._forget(number - 2, len(members))
+        broker.publish(publication)
+        return _Attempt(publication=publication, members=members)
+
+    def _forget(self, number: int, ranks: int) -> None:
+        """Removes an old attempt's keys, so that the store does not grow with the run."""
+        self._store.delete_key(verdict_key(number))
+        for rank in range(1, ranks + 1):
+            self._store.delete_key(settled_key(number, rank))
+
+    def _transfer(self, attempt: _Attempt, manifest: Manifest, staging: Staging) -> None:
+        """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
+        publication = attempt.publication
+        try:
+            group = self._group[1] if self._group is not None else self._form(publication)
+            send(group, publication, manifest, staging, bucket_bytes=self._config.bucket_bytes)
+            with self._changed:
+                attempt.sent = True
+                if not attempt.over:
+                    self._group = (tuple(key(m) for m in attempt.members), group)
+        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
+            attempt.error = f"rank 0, version {publication.version}: {error}"
+        with self._changed:
+            self._changed.notify_all()
+
+    def _form(self, publication: Publication) -> Group:
+        return make_group(
+            backend=self._config.backend,
+            store=self._store,
+            prefix=f"epoch{publication.epoch}",
+            rank=0,
+            size=len(publication.receivers) + 1,
+            timeout_s=self._config.sync_timeout_s,
+            device=self._device,
+            interface=self._config.interface,
+            address=self._config.host,
+        )
+
+    def _wait_sent(self, attempt: _Attempt) -> dict[int, str]:
+        """Waits for the end of the transfer; woken by it, by a receiver's end, or by close. Failures by rank."""
+        with self._changed:
+            while True:
+                if attempt.sent:
+                    return {}
+                if failures := self._failures(attempt):
+                    return failures
+                if attempt.error or self._closed or self._failure is not None:
+                    return {0: attempt.error or "the publisher is closing"}
+                self._changed.wait(_SLICE_S)
+
+    def _wait_in_use(self, attempt: _Attempt) -> dict[int, str]:
+        """Waits until every receiver reports the version, has failed, or ``sync_timeout_s`` has passed."""
+        deadline = time.monotonic() + self._config.sync_timeout_s
+        version = attempt.publication.version
+        with self._changed:
+            while True:
+                now = {key(m): m for m in self._members}
+                lacking = {
+                    rank: "does not report the version (deadline: weights_sync.sync_timeout_s)"
+                    for rank, m in attempt.ranks()
+                    if key(m) not in now or not holds(now[key(m)], version=version, incarnation=self._incarnation)
+                }
+                failures = self._failures(attempt)
+                if lacking.keys() <= failures.keys():
+                    return {rank: failures[rank] for rank in lacking}
+                if time.monotonic() > deadline or self._closed or self._failure is not None:
+                    return lacking | failures
+                self._changed.wait(_SLICE_S)
+
+    def _failures(self, attempt: _Attempt) -> dict[int, str]:
+        """Receivers that have settled with an error or are gone, by rank; caller holds the lock."""
+        alive = {key(m) for m in live(self._members)}
+        failures = {}
+        for rank, member in attempt.ranks():
+            settled = settled_key(attempt.publication.attempt, rank)
+            if self._store.check([settled]) and (answer := self._store.get(settled).decode()) != STAGED:
+                failures[rank] = answer
+            elif key(member) not in alive:
+                failures[rank] = "is gone"
+        return failures
+
+    def _blame_silent(self, attempt: _Attempt, failures: dict[int, str]) -> None:
+        """After a verdict of abandoned every living receiver answers at once; one that does not is stuck."""
+        number = attempt.publication.attempt
+        deadline = time.monotonic() + min(_ANSWER_S, self._config.sync_timeout_s)
+        with self._changed:
+            while True:
+                alive = {key(m) for m in live(self._members)}
+                silent = [
+                    rank
+                    for rank, member in attempt.ranks()
+                    if key(member) in alive and not self._store.check([settled_key(number, rank)])
+                ]
+                if not silent or time.monotonic() > deadline or self._closed:
+                    break
+                self._changed.wait(_SLICE_S)
+        self._resting = {key(member) for rank, member in attempt.ranks() if rank in silent}
+        failures.update(dict.fromkeys(silent, "does not answer"))
+
+    def _book(self, attempt: _Attempt, failures: dict[int, str], seconds: float) -> None:
+        """Counts the attempt, blames the failed, and throws the group away unless all went well."""
+        publication = attempt.publication
+        for rank, member in attempt.ranks():
+            if rank in failures:
+                log.warning(
+                    "version %d, attempt %d: rank %d (%s) %s",
+                    publication.version, publication.attempt, rank, member.member_id, failures[rank],
+                )  # fmt: skip
+                self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
+            elif not failures:
+                self._blame.clear(member)
+        if 0 in failures:
+            log.warning("version %d, attempt %d: %s", publication.version, publication.attempt, failures[0])
+            self._blame.last["learner"] = failures[0]
+        with self._changed:
+            if attempt.sent and len(failures) < len(attempt.members):
+                self._progress = time.monotonic()
+            attempt.over = True
+            self._group = None if failures else self._group
+            self._resting = self._resting if failures else set()
+            self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
+            assert self._current is not None
+            done = replace(self.stats, attempts=publication.attempt)
+            if failures:
+                done = replace(done, failed_attempts=done.failed_attempts + 1)
+            else:
+                size = self._current[1].buffer.numel()
+                done = replace(done, version=publication.version, seconds=seconds, payload_bytes=size)
+            self.stats = done
+            self._changed.notify_all()

@@ -1,0 +1,182 @@
+"""The receiving end of a publication, inside the process that holds the engine's weights.
+
+    receive(publication) -> [thread: join store, form or reuse group, receive, check names, verify digests]
+                         -> on_settled(attempt, error) -> take(attempt) -> the engine loads the views
+
+Nothing here touches live weights: whatever fails, the old version goes on serving. A second thread waits for the
+learner's verdict on the attempt, because a blocked gloo operation cannot be interrupted: when the learner abandons an
+attempt, the attempt settles at once and the blocked thread is left to its own deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistStoreError
+
+from broker.messages import Publication
+from weights_sync.config import WeightsSyncConfig
+from weights_sync.errors import SyncFailed
+from weights_sync.groups import Group, join_store, make_group, route_to
+from weights_sync.manifest import Manifest
+from weights_sync.staging import Staging
+from weights_sync.transfer import receive
+
+log = logging.getLogger(__name__)
+
+SENT, ABANDONED = b"sent", b"abandoned"
+STAGED = "ok"
+
+
+def verdict_key(attempt: int) -> str:
+    """Where the learner says how an attempt ended for it."""
+    return f"verdict/{attempt}"
+
+
+def settled_key(attempt: int, rank: int) -> str:
+    """Where receiver ``rank`` says how an attempt ended for it: STAGED or the error."""
+    return f"settled/{attempt}/{rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """A version that has arrived whole and verified."""
+
+    manifest: Manifest
+    staging: Staging
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    publication: Publication
+    rank: int
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Receiver:
+    """Receives one publication at a time, in the background.
+
+    Args:
+        on_settled: called once per attempt with (attempt, error), error empty when staged; from a thread of ours.
+        check: refuses a manifest that does not fit the engine's model by raising LayoutRefused.
+        device: where staging lives; the engine's device with nccl, the CPU with gloo.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: WeightsSyncConfig,
+        member_id: str,
+        on_settled: Callable[[int, str], None],
+        check: Callable[[Manifest], None],
+        device: str = "cpu",
+    ) -> None:
+        self._config = config
+        self._member_id = member_id
+        self._on_settled = on_settled
+        self._check = check
+        self._device = device if config.backend == "nccl" else "cpu"
+        self._lock = threading.Lock()
+        self._staged: tuple[int, Staged] | None = None
+        self._store: tuple[str, TCPStore] | None = None
+        self._group: tuple[str, int, Group] | None = None
+
+    def receive(self, publication: Publication) -> None:
+        """Starts receiving and returns at once; an earlier attempt still under way is superseded."""
+        try:
+            rank = publication.receivers.index(self._member_id) + 1
+        except ValueError:
+            raise SyncFailed(f"{self._member_id} is not among the receivers {publication.receivers}") from None
+        attempt = _Attempt(publication=publication, rank=rank)
+        name = f"receive-{publication.attempt}"
+        threading.Thread(target=self._run, args=(attempt,), name=name, daemon=True).start()
+
+    def take(self, attempt: int) -> Staged:
+        """The staged version of this attempt, once. Raises SyncFailed if there is none."""
+        with self._lock:
+            staged, self._staged = self._staged, None
+        if staged is None or staged[0] != attempt:
+            raise SyncFailed(f"attempt {attempt} is not staged")
+        return staged[1]
+
+    def _run(self, attempt: _Attempt) -> None:
+        try:
+            staged = self._transfer(attempt)
+        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
+            # Anything torch or the resolver raises: the owner of the engine decides, not this thread.
+            self._settle(attempt, None, f"{type(error).__name__}: {error}")
+        else:
+            self._settle(attempt, staged, "")
+
+    def _transfer(self, attempt: _Attempt) -> Staged:
+        publication = attempt.publication
+        store = self._joined(publication.store)
+        watch = threading.Thread(target=self._watch, args=(attempt,), name="verdict", daemon=True)
+        watch.start()
+        manifest, staging = receive(self._group_for(attempt, store), publication)
+        self._check(manifest)
+        staging.verify(manifest)
+        return Staged(manifest=manifest, staging=staging)
+
+    def _joined(self, address: str) -> TCPStore:
+        if self._store is None or self._store[0] != address:
+            self._store = (address, join_store(address, self._config.sync_timeout_s))
+        return self._store[1]
+
+    def _group_for(self, attempt: _Attempt, store: TCPStore) -> Group:
+        publication = attempt.publication
+        key = (publication.store, publication.epoch)
+        if self._group is None or self._group[:2] != key:
+            group = make_group(
+                backend=self._config.backend,
+                store=store,
+                prefix=f"epoch{publication.epoch}",
+                rank=attempt.rank,
+                size=len(publication.receivers) + 1,
+                timeout_s=self._config.sync_timeout_s,
+                device=self._device,
+                interface=self._config.interface,
+                address=route_to(publication.store),
+            )
+            self._group = (*key, group)
+        return self._group[2]
+
+    def _watch(self, attempt: _Attempt) -> None:
+        """Waits for the learner's verdict; woken by it, by the learner's death, or by the end of the attempt."""
+        publication = attempt.publication
+        try:
+            store = join_store(publication.store, self._config.sync_timeout_s)
+            key = verdict_key(publication.attempt)
+            while not attempt.ended.is_set():
+                try:
+                    store.wait([key], timedelta(seconds=self._config.sync_timeout_s))
+                except DistStoreError:
+                    continue  # each bucket has its own deadline; the whole may take longer
+                if store.get(key) == ABANDONED:
+                    self._settle(attempt, None, f"attempt {publication.attempt} was abandoned by the learner")
+                return
+        except (SyncFailed, RuntimeError) as error:
+            self._settle(attempt, None, f"the learner's store is gone: {error}")
+
+    def _settle(self, attempt: _Attempt, staged: Staged | None, error: str) -> None:
+        number = attempt.publication.attempt
+        with self._lock:
+            if attempt.ended.is_set():
+                return
+            attempt.ended.set()
+            if staged is not None:
+                self._staged = (number, staged)
+            else:
+                self._group = None  # the learner forms a new one after any failure
+        try:
+            if self._store is not None:
+                self._store[1].set(settled_key(number, attempt.rank), error or STAGED)
+        except RuntimeError as lost:
+            self._store = None
+            log.warning("cannot tell the learner how attempt %d ended: %s", number, lost)
+        self._on_settled(number, error)
