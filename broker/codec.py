@@ -67,16 +67,6 @@ def decode(frame: bytes, hint: type[T], *, max_bytes: int) -> T:
         raise Refused(f"malformed {name}: {error}") from error
 
 
-def type_name(frame: bytes) -> str:
-    """The declared type of a frame, for choosing how to decode it; empty when there is none."""
-    try:
-        outer = msgpack.unpackb(frame, unicode_errors=_UNICODE)
-    except (ValueError, TypeError):
-        return ""
-    named = isinstance(outer, list) and len(outer) == 3 and isinstance(outer[1], str)
-    return cast(str, outer[1]) if named else ""
-
-
 def _name(hint: Any) -> str:
     return str(hint.__name__) if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
@@ -88,7 +78,7 @@ def _encoder(hint: Any) -> Convert:
         return _dataclass_encoder(cast(type, hint))
     if origin is tuple:
         each = _encoder(args[0])
-        return lambda value: [each(one) for one in value]
+        return lambda value: [_at(f"[{i}]", each, one) for i, one in enumerate(value)]
     if origin is dict:
         of_key, of_value = _encoder(args[0]), _encoder(args[1])
         return lambda value: {of_key(k): of_value(v) for k, v in value.items()}

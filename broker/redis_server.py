@@ -45,17 +45,21 @@ def find_server() -> Path:
 
 
 class RedisServer:
-    """Starts in the constructor and is ready when that returns; ``stop`` ends it and removes its files."""
+    """Starts in the constructor and is ready when that returns; ``stop`` ends it and removes its files.
 
-    def __init__(self, config: BrokerConfig) -> None:
+    ``password`` is generated when empty; one that comes back after an outage needs the one it had.
+    """
+
+    def __init__(self, config: BrokerConfig, *, password: str = "") -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
-        self._password = secrets.token_urlsafe(24)
+        self.config_file = self._directory / "redis.conf"
+        self.password = password or secrets.token_urlsafe(24)
         try:
             self._process, self.port = self._start_somewhere(config)
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
-        self.url = f"redis://:{self._password}@{reachable_host(config.host)}:{self.port}/0"
+        self.url = f"redis://:{self.password}@{reachable_host(config.host)}:{self.port}/0"
 
     @property
     def pid(self) -> int:
@@ -88,8 +92,9 @@ class RedisServer:
         raise AssertionError("unreachable")
 
     def _start(self, host: str, port: int) -> subprocess.Popen[str]:
+        self._write_config(host, port)
         process = subprocess.Popen(
-            leashed([str(find_server()), str(self._write_config(host, port))]),
+            leashed([str(find_server()), str(self.config_file)]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -113,16 +118,14 @@ class RedisServer:
             raise PortBusy(f"port {port} of {host} is in use: set broker.port to a free one, or to 0")
         raise BrokerError(f"the Redis server did not start:\n{text}")
 
-    def _write_config(self, host: str, port: int) -> Path:
-        path = self._directory / "redis.conf"
-        path.touch(mode=0o600)
-        path.write_text(
-            f"bind {socket.gethostbyname(host)}\nport {port}\nrequirepass {self._password}\nprotected-mode yes\n"
+    def _write_config(self, host: str, port: int) -> None:
+        self.config_file.touch(mode=0o600)
+        self.config_file.write_text(
+            f"bind {socket.gethostbyname(host)}\nport {port}\nrequirepass {self.password}\nprotected-mode yes\n"
             f'dir {self._directory}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n'
             'daemonize no\nlogfile ""\nloglevel notice\nalways-show-logo no\n',
             encoding="utf-8",
         )
-        return path
 
 
 def _relay(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:

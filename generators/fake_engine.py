@@ -40,7 +40,9 @@ class FakeEngine:
         broken_attempts: publication attempts whose transfer fails.
         raises: raised by every later ``generate``.
 
-    ``running`` may be cleared to hold every request at its next token.
+        hold_at: the first request to reach this many tokens clears ``running``.
+
+    Every request holds at its next token while ``running`` is clear.
     """
 
     step_s: float = 0.0
@@ -50,6 +52,7 @@ class FakeEngine:
     garbage: frozenset[int] = frozenset()
     broken_attempts: frozenset[int] = frozenset()
     raises: BaseException | None = None
+    hold_at: int = -1
     running: asyncio.Event = field(default_factory=asyncio.Event)
     staged: list[int] = field(default_factory=list)
     sampled: list[str] = field(default_factory=list)
@@ -82,6 +85,8 @@ class FakeEngine:
         try:
             while len(versions) < max(map(len, answers)) and await self._step(aborted):
                 versions.append(self._version)
+                if len(versions) == self.hold_at:
+                    self.running.clear()
         finally:
             del self._aborted[request_id]
         return [_sample(a, versions, prompt.max_tokens) for a in answers if self._dice.random() >= self.fail]

@@ -147,6 +147,9 @@ class VllmEngine:
             await asyncio.gather(self._reader, return_exceptions=True)
             self._notices.close(linger=0)
         if self._engine is not None:
+            if (handler := self._engine.output_handler) is not None:
+                handler.cancel()  # first, or it takes the core's orderly end for its death
+                await asyncio.gather(handler, return_exceptions=True)
             await asyncio.to_thread(self._engine.shutdown)
         if self._directory != Path():
             shutil.rmtree(self._directory, ignore_errors=True)

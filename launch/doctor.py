@@ -25,7 +25,6 @@ from configs.show import without_password
 from generators.engine import EngineDead, NonFiniteLogits
 from launch import environment
 from tasks.loading import load_function
-from tasks.model import prepare_model
 
 _START_S = 30.0
 _DISK_BYTES = 2 << 30
@@ -157,8 +156,9 @@ def _started(config: BrokerConfig) -> Iterator[str]:
 
 def model(patient: Patient) -> str:
     """The model is there, or can be made."""
-    config = patient.config
-    patient.model = prepare_model(config.model, Path(config.run_dir) / "model", config.seed)
+    from launch.generator_role import model_directory
+
+    patient.model = model_directory(patient.config)
     return str(patient.model)
 
 
@@ -173,7 +173,9 @@ def parity(patient: Patient) -> str:
     if not patient.url:  # a given broker may be in the middle of somebody's run, which ours would take over
         private = private.model_copy(update={"backend": "zmq", "url": "", "host": "127.0.0.1", "port": 0})
         patient.url = patient.cleanup.enter_context(_started(private))
-    found = measure(config, str(patient.model), build_engine(config), lambda: connect(private, patient.url))
+    found = measure(
+        config, str(patient.model), build_engine(config, patient.model), lambda: connect(private, patient.url)
+    )
     found.check(config.model.dtype)
     return (
         f"{config.generator.engine} and the learner's model agree over {found.tokens} tokens,"

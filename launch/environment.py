@@ -20,6 +20,11 @@ from launch.signals import guard
 BROKER_URL = "SLIPSTREAM_BROKER_URL"  # may hold a password: never in argv, where `ps` shows it to everyone
 PARENT = "SLIPSTREAM_PARENT"  # process id of the launcher; set: die with it
 READY_FD = "SLIPSTREAM_READY_FD"  # where the broker writes its url
+QUIET = {  # progress bars and warnings about other people's code; nothing that a log needs
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 STORE_FD = "SLIPSTREAM_STORE_FD"  # listening socket of the ranks' store, bound by the parent
 
 
@@ -73,12 +78,12 @@ def ready_fd() -> int | None:
 
 def child(**more: str) -> dict[str, str]:
     """The environment of a child that dies with this process."""
-    return {**os.environ, PARENT: str(os.getpid()), **more}
+    return {**QUIET, **os.environ, PARENT: str(os.getpid()), **more}
 
 
 def engine_environment(config: RunConfig) -> dict[str, str]:
-    """What the generator's engine must find when it is imported."""
-    return {"TOKENIZERS_PARALLELISM": "false"} | vllm_environment(config.generator)
+    """What the engines must find when they are imported."""
+    return QUIET | vllm_environment(config.generator)
 
 
 def apply(settings: Mapping[str, str]) -> None:

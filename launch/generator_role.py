@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from broker.connect import connect
-from broker.errors import RunFinished
 from configs.run import RunConfig
 from generators.engine import Engine
 from launch import environment
 from launch.signals import on_stop, raise_stopped
-from tasks.model import prepare_model
+from tasks.model import load_tokenizer, prepare_model
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,8 +28,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _generate(config: RunConfig, url: str, member_id: str) -> int:
-    from generators.loop import generate  # with the engine, what takes seconds to import
-    from generators.rewards import Scorer
+    from generators.groups import decoder  # with the engine, what takes seconds to import
+    from generators.loop import generate
+    from generators.scoring import Scorer
 
     stop, codes, loop = asyncio.Event(), [0], asyncio.get_running_loop()
 
@@ -39,25 +38,31 @@ async def _generate(config: RunConfig, url: str, member_id: str) -> int:
         codes[0] = 128 + signum
         loop.call_soon_threadsafe(stop.set)
 
-    engine = build_engine(config)
+    model, broker_config = model_directory(config), environment.placed(config)
+    engine = build_engine(config, model)
     on_stop(act)
-    broker_config = environment.placed(config)
-    with contextlib.suppress(RunFinished):
-        await generate(
-            broker=lambda: connect(broker_config, url),
-            engine=engine,
-            score=Scorer(config.task, timeout_s=config.generator.reward_timeout_s),
-            config=config.generator,
-            broker_config=broker_config,
-            member_id=member_id,
-            stop=stop,
-        )
+    await generate(
+        broker=lambda: connect(broker_config, url),
+        engine=engine,
+        score=Scorer(config.task, timeout_s=config.generator.reward_timeout_s),
+        decode=decoder(load_tokenizer(model)),
+        config=config.generator,
+        broker_config=broker_config,
+        group_timeout_s=config.rollout.group_timeout_s,
+        member_id=member_id,
+        stop=stop,
+        eval_grace_s=min(10.0, config.weights_sync.sync_timeout_s / 2),
+    )
     return codes[0]
 
 
-def build_engine(config: RunConfig) -> Engine:
-    """The engine that the configuration names, not yet started, with the run's model."""
-    model = prepare_model(config.model, Path(config.run_dir) / "model", config.seed)
+def model_directory(config: RunConfig) -> Path:
+    """The run's initial model, made in the run's folder if it has to be made."""
+    return prepare_model(config.model, Path(config.run_dir) / "model", config.seed)
+
+
+def build_engine(config: RunConfig, model: Path) -> Engine:
+    """The engine that the configuration names, not yet started."""
     return _engine_class(config.generator.engine)(
         model_path=str(model),
         rollout=config.rollout,

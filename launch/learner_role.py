@@ -11,10 +11,20 @@ import os
 import signal
 import socket
 import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from broker.connect import connect
 from launch import environment
 from launch.children import Children
+from launch.generator_role import model_directory
 from launch.signals import on_stop, raise_stopped
+from tasks.model import load_tokenizer
+from tasks.prompts import PromptFeed
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _FIRST_ERROR_S = 2.0  # after one rank failed the others wait for it in a collective; nothing good comes of that
 
@@ -74,5 +84,49 @@ def _rank(args: argparse.Namespace) -> int:
     config = environment.enter(args, f"learner[{rank}]", parent_signal=signal.SIGKILL)
     on_stop(raise_stopped)
     url = environment.broker_url(args, config)
-    environment.apply({"DS_ACCELERATOR": config.learner.device.partition(":")[0], "TOKENIZERS_PARALLELISM": "false"})
-    raise NotImplementedError(url)
+    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device.partition(":")[0]})
+    from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
+
+    model, broker_config = model_directory(config), environment.placed(config)
+    run_rank(
+        model_dir=model,
+        run_dir=Path(config.run_dir),
+        rollout=config.rollout,
+        algorithm=config.algorithm,
+        config=config.learner,
+        weights_sync=config.weights_sync,
+        broker_config=broker_config,
+        broker=lambda: connect(broker_config, url),
+        prompts=lambda: PromptFeed(
+            task=config.task,
+            rollout=config.rollout,
+            tokenizer=load_tokenizer(model),
+            seed=config.seed,
+            max_eval_prompts=config.learner.eval.max_prompts,
+        ),
+        rank=rank,
+        world=int(os.environ["WORLD_SIZE"]),
+        store=_store(rank, config.learner.collective_timeout_s),
+        seed=config.seed,
+        watchdog_s=config.launch.watchdog_s,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        attention=config.model.attention,
+    )
+    return 0
+
+
+def _store(rank: int, timeout_s: float) -> Store:
+    """The ranks' rendezvous: on the socket that the parent has bound, or torchrun's own."""
+    from torch._C._distributed_c10d import TCPStore
+
+    listener = os.environ.get(environment.STORE_FD)
+    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun's agent is the host
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=rank == 0 and not elastic,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=int(listener) if listener else None,
+    )

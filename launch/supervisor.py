@@ -24,6 +24,7 @@ _BROKER_START_S = 30.0
 _RESTARTS = 3  # of one generator
 _RESTARTS_WITHIN_S = 600.0
 _USAGE = 2
+_BACKSTOP = 1.5  # the learner has the same watchdog and knows more, so it is given the first word
 _TAIL_BYTES = 4000
 
 
@@ -166,12 +167,12 @@ class Supervisor:
             self._start_with_url(name)
 
     def _patience(self, heartbeat: Heartbeat) -> float:
-        stalled = heartbeat.last_progress() + self._config.launch.watchdog_s
+        stalled = heartbeat.last_progress() + _BACKSTOP * self._config.launch.watchdog_s
         return min([stalled, *self._due.values()]) - time.monotonic()
 
     def _check_progress(self, heartbeat: Heartbeat) -> None:
         still = time.monotonic() - heartbeat.last_progress()
-        if still >= self._config.launch.watchdog_s:
+        if still >= _BACKSTOP * self._config.launch.watchdog_s:
             raise NoProgress(
                 f"no progress for {still:.0f} s (launch.watchdog_s = {self._config.launch.watchdog_s:g}): "
                 f"{heartbeat.obstacle()}\n(logs: {self._logs})"

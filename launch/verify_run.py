@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
 def _claims(run_dir: Path, min_reward: float, max_start: float, max_staleness: int) -> Iterator[tuple[bool, str]]:
     config = load(run_dir / "config.yaml")
     records = [record for record in read_jsonl(run_dir / "logs" / "metrics.jsonl") if "step" in record]
+    records = [record for record in records if not record.get("skipped")]
     steps = [int(number(record, "step")) for record in records]
     expected = list(range(1, config.learner.total_steps + 1))
     yield steps == expected, f"metrics.jsonl has steps 1 to {expected[-1]} in order, found {len(steps)}"

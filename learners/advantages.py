@@ -17,15 +17,17 @@ def grpo(rewards: Sequence[float]) -> NDArray[np.float64]:
     their learning rates carry over. Equal rewards, one reward included, give exactly 0 (C91).
     """
     centred = dr_grpo(rewards)
-    return centred / (centred.std(ddof=1) + 1e-6) if centred.any() else centred
+    deviation = float(centred.std(ddof=1)) if centred.any() else 0.0
+    normalised: NDArray[np.float64] = centred / (deviation + 1e-6)
+    return normalised
 
 
 def dr_grpo(rewards: Sequence[float]) -> NDArray[np.float64]:
     """[n] R - mean, without the division that favours groups of equal rewards (Dr. GRPO, arXiv 2503.20783)."""
-    values = np.asarray(rewards, np.float64)
+    values: NDArray[np.float64] = np.asarray(rewards, np.float64)
     if zero_variance(rewards):
         return np.zeros_like(values)  # the mean of n equal floats may differ from them in the last bit
-    return values - values.mean()
+    return np.subtract(values, values.mean())
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:

@@ -32,7 +32,9 @@ class CheckpointDamaged(SlipstreamError):
 class Checkpoints:
     """The checkpoints of one run. Every rank calls ``save``; ``barrier`` holds them together."""
 
-    def __init__(self, directory: Path, *, keep: int, rank: int = 0, barrier: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int, rank: int = 0, barrier: Callable[[], None] = lambda: None
+    ) -> None:
         self._directory, self._keep, self._rank, self._barrier = directory, keep, rank, barrier
 
     def save(self, version: int, frontier: Frontier, write: Callable[[Path], None]) -> Path:

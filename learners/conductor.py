@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,14 @@ from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
 from learners.feed import BatchFeed, EndOfData
-from learners.policy import StepStats
 from learners.report import Stopwatch, metrics
 from learners.staleness import Staleness, apply_bound
+from learners.stats import StepStats
 from telemetry.sink import JsonlSink
+from weights_sync.errors import SyncFailed
 from weights_sync.publisher import Publisher
+
+log = logging.getLogger(__name__)
 
 END = b""
 
@@ -133,7 +137,10 @@ class Conductor:
 
     def finish(self) -> None:
         """Lets the generators take the last version, then ends the run for everyone."""
-        self._flush()
+        try:
+            self._flush()
+        except SyncFailed as error:  # the run is complete without them
+            log.warning("the run ends before every generator has its last version: %s", error)
         self._feed.finish(self.end)
 
 

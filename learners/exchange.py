@@ -114,12 +114,12 @@ def _pack(row: TrainSequence) -> list[bytes | float]:
     return [*(array.tobytes() for array in arrays), row.advantage]
 
 
-def _unpack(row: list[bytes | float]) -> TrainSequence:
+def _unpack(row: tuple[bytes, bytes, bytes, bytes, float]) -> TrainSequence:
     prompt, completion, mask, behavior, advantage = row
     return TrainSequence(
-        prompt_ids=np.frombuffer(prompt, np.int32),  # type: ignore[call-overload]
-        completion_ids=np.frombuffer(completion, np.int32),  # type: ignore[call-overload]
-        loss_mask=np.frombuffer(mask, np.uint8),  # type: ignore[call-overload]
-        behavior_logprobs=np.frombuffer(behavior, np.float32),  # type: ignore[call-overload]
-        advantage=float(advantage),
+        prompt_ids=np.frombuffer(prompt, np.int32),
+        completion_ids=np.frombuffer(completion, np.int32),
+        loss_mask=np.frombuffer(mask, np.uint8),
+        behavior_logprobs=np.frombuffer(behavior, np.float32),
+        advantage=advantage,
     )

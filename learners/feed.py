@@ -56,7 +56,7 @@ class BatchFeed:
         self._total_steps, self._watchdog_s = total_steps, watchdog_s
         self._broker = connect()
         self.frontier, self._version = frontier, version
-        self.incarnation = self._broker.open_run(rules=rules, version=version, frontier=frontier)
+        self.incarnation = self._open_run()
         self._changed = threading.Condition()
         self._source: Iterator[Prompt] | None = prompts(frontier)
         self._ahead = 0
@@ -125,6 +125,9 @@ class BatchFeed:
         self._thread.join(timeout=4 * _SLICE_S)
         self._broker.close()
 
+    def _open_run(self) -> int:
+        return self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier)
+
     def _reopen(self) -> None:
         """The broker came back without its memory: opens the run where the learner is, and has all fed again.
 
@@ -132,7 +135,9 @@ class BatchFeed:
         generators and publisher know. Caller holds the lock.
         """
         log.warning("the broker has lost its memory: opening the run again at version %d", self._version)
-        while self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier) < self.incarnation:
+        while (
+            self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier) < self.incarnation
+        ):
             pass
         self._source, self._ahead, self._lost = self._prompts(self.frontier), 0, False
         self._changed.notify_all()

@@ -1,7 +1,7 @@
 """The learner's loop, run by every rank.
 
-    broker ─batch─► bound ─► advantages ─► plan ─share─► step: version + 1 ─► offer to generators
-                                                                          └─► trained ─► metrics ─► checkpoint ─► durable
+    broker ─batch─► bound ─► advantages ─► plan ─share─► step: version + 1 ─┬─► offer to the generators
+                                                                            └─► trained ─► metrics ─► checkpoint
 
 Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others wait in ``exchange.share``
 for rank 0, which waits for a batch; a finished group wakes it, and ``learner.collective_timeout_s`` and
@@ -11,9 +11,8 @@ for rank 0, which waits for a batch; a finished group wakes it, and ``learner.co
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 
+from broker.messages import Frontier
 from learners.batching import collate
 from learners.checkpoint import Checkpoints
 from learners.conductor import END, Conductor
@@ -21,7 +20,6 @@ from learners.config import LearnerConfig
 from learners.exchange import Exchange, decode
 from learners.policy import Policy
 from learners.report import Stopwatch
-from broker.messages import Frontier
 
 
 def learn(
@@ -39,7 +37,7 @@ def learn(
     evaluate(policy, exchange, conductor, due=config.eval.at_start and policy.version == 0)
     while policy.version < config.total_steps:
         watch.lap("between")
-        frame = exchange.share(conductor and conductor.next_plan(policy.version))
+        frame = exchange.share(conductor.next_plan(policy.version) if conductor else None)
         watch.lap("wait")
         if frame == END:
             break
@@ -54,8 +52,8 @@ def learn(
             conductor.stepped(stats, watch)
         if stats.applied and _due(policy.version, config.checkpoint.every_steps):
             saved = save(policy, conductor, checkpoints)
-        at_end = policy.version == config.total_steps
-        evaluate(policy, exchange, conductor, due=stats.applied and not at_end and _due(policy.version, config.eval.every_steps))
+        in_between = stats.applied and policy.version < config.total_steps
+        evaluate(policy, exchange, conductor, due=in_between and _due(policy.version, config.eval.every_steps))
     evaluate(policy, exchange, conductor, due=config.eval.at_end)
     if saved != policy.version:
         save(policy, conductor, checkpoints)
@@ -72,9 +70,9 @@ def publish(policy: Policy, conductor: Conductor | None) -> None:
 
 
 def evaluate(policy: Policy, exchange: Exchange, conductor: Conductor | None, *, due: bool) -> None:
-    """Collective. A validation pass at the present version; every rank stands still, so that it stays the present one."""
+    """Collective. A validation pass at the present version, which stays the present one: every rank stands still."""
     if due:
-        exchange.share(conductor and conductor.evaluate(policy.version))
+        exchange.share(conductor.evaluate(policy.version) if conductor else None)
 
 
 def save(policy: Policy, conductor: Conductor | None, checkpoints: Checkpoints) -> int:

@@ -1,6 +1,6 @@
 """The policy in training: a Hugging Face model under DeepSpeed, the only file that imports it.
 
-    micro-batches ─forward at T─► log-probabilities ─policy_loss─► backward (ZeRO reduces) ─► one AdamW step: version + 1
+    micro-batches ─forward at T─► log-probabilities ─policy_loss─► backward (ZeRO reduces) ─► AdamW step: version + 1
 
 Every method that is marked collective is called by all ranks, in the same order; tensors arrive on rank 0.
 The weights are float32 and so is the optimizer: ZeRO's parameter shards are the master weights themselves.
@@ -15,8 +15,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,45 +23,26 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from broker.errors import SlipstreamError
 from learners.batching import MicroBatch
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.losses import LossTerms, entropy, policy_loss, token_logprobs
+from learners.model import layer_classes, load_model
 from learners.schedule import learning_rate
+from learners.sharding import Sharding, local_shard, whole_shape
+from learners.stats import StepStats, Totals
 from learners.tensor_files import check_tensors, read_tensors, write_tensors
 from weights_sync.staging import persistent_buffers
 
 log = logging.getLogger(__name__)
 
-_BUCKET_BYTES = 64 << 20
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = "policy.json"
 
 
 class NonFiniteGradients(SlipstreamError):
     """``learner.max_bad_steps`` steps in a row had gradients that are not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepStats:
-    """One step, over all ranks. ``applied`` is False when the gradients were not finite: nothing has changed then.
-
-    ``ratio_*`` are of exp(proximal - behavior) before the cap, ``kl_behavior`` the k3 estimate, means over tokens.
-    """
-
-    version: int
-    applied: bool
-    lr: float
-    loss: float
-    grad_norm: float
-    ratio_mean: float
-    ratio_max: float
-    clip_fraction: float
-    kl_behavior: float
-    entropy: float
 
 
 class Policy:
@@ -91,12 +71,14 @@ class Policy:
         self.version = 0
         self._model_dir, self._config, self._algorithm, self._temperature = model_dir, config, algorithm, temperature
         self._rank, self._world, self._stage = rank, world, config.zero_stage
-        self._device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
+        self.device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
+        self._sharding = Sharding(partitioned=config.zero_stage == 3, rank=rank, world=world, device=self.device)
         self._bad_steps = 0
         torch.manual_seed(seed + rank)
-        model = _load_model(resume or model_dir, attention=attention, checkpointing=config.gradient_checkpointing)
+        model = load_model(resume or model_dir, attention=attention, checkpointing=config.gradient_checkpointing)
         self._engine = _engine(model, config, local_rank=local_rank)
         self.module: nn.Module = self._engine.module
+        self._engine.enable_backward_allreduce = self._stage > 0  # at stage 0 _reduce_gradients does it
         if resume is not None:
             self._load(resume, seed)
 
@@ -110,11 +92,11 @@ class Policy:
         lr = learning_rate(self._config.optim, version=self.version, total_steps=self._config.total_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        sums = torch.zeros(len(LossTerms._fields), dtype=torch.float64)
+        totals = Totals()
         for micro_batch in micro_batches:
             terms = self._forward(micro_batch, denominator)
             self._engine.backward(terms.loss * self._world, scale_wrt_gas=False)  # ZeRO means over ranks; ours is a sum
-            sums = _add(sums, terms)
+            totals.add(terms)
         grad_norm = self._apply()
         applied = math.isfinite(grad_norm)
         self.version += applied
@@ -124,7 +106,7 @@ class Policy:
                 f"{self._bad_steps} steps in a row at version {self.version} had gradients that are not finite "
                 "(learner.max_bad_steps); lower learner.optim.lr, or look at the batch's behavior log-probabilities"
             )
-        return self._stats(self._over_ranks(sums), denominator, applied=applied, lr=lr, grad_norm=grad_norm)
+        return self._stats(totals, denominator, applied=applied, lr=lr, grad_norm=grad_norm)
 
     def _forward(self, batch: MicroBatch, denominator: int) -> LossTerms:
         # No attention mask: padding is on the right, where causal attention does not look (C30).
@@ -160,24 +142,13 @@ class Policy:
         if self._world > 1:
             flat = torch.cat([grad.reshape(-1) for grad in grads]) / self._world
             dist.all_reduce(flat)
-            torch._foreach_copy_(grads, [part.view_as(g) for part, g in zip(_split_like(flat, grads), grads, strict=True)])
+            for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
         self._norm = float(nn.utils.clip_grad_norm_(parameters, self._config.optim.max_grad_norm))
         return math.isfinite(self._norm)
 
-    def _over_ranks(self, sums: Tensor) -> Tensor:
-        """Collective. Sums over ranks, and the maximum of ``ratio_max``, in one gather."""
-        if self._world == 1:
-            return sums
-        gathered = [torch.empty_like(sums) for _ in range(self._world)]
-        on_device = [one.to(self._device) for one in gathered]
-        dist.all_gather(on_device, sums.to(self._device))
-        total = torch.zeros_like(sums)
-        for one in on_device:
-            total = _merge(total, one.cpu())
-        return total
-
-    def _stats(self, sums: Tensor, denominator: int, *, applied: bool, lr: float, grad_norm: float) -> StepStats:
-        total, tokens = LossTerms(*sums.tolist()), max(1, denominator)
+    def _stats(self, totals: Totals, denominator: int, *, applied: bool, lr: float, grad_norm: float) -> StepStats:
+        total, tokens = totals.over_ranks(self._world, self.device), max(1, denominator)
         return StepStats(
             version=self.version,
             applied=applied,
@@ -198,45 +169,14 @@ class Policy:
         A tied tensor comes once, under its first name; persistent buffers follow the parameters. A tensor is valid
         until the next one is asked for.
         """
-        yield from self._whole([(name, p, _shard(p)) for name, p in self.module.named_parameters()])
+        yield from self._sharding.whole((name, whole_shape(p), local_shard(p)) for name, p in self._parameters())
         if self._rank == 0:
             yield from persistent_buffers(self.module)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of everything that ``weights`` yields."""
-        shapes = {name: _shape(p) for name, p in self.module.named_parameters()}
+        shapes = {name: whole_shape(p) for name, p in self._parameters()}
         return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.module)}
-
-    def _whole(self, shards: Iterable[tuple[str, nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Assembles whole tensors on rank 0 from every rank's shard, a bucket of shards a gather (C2)."""
-        bucket: list[tuple[str, nn.Parameter, Tensor]] = []
-        size = 0
-        for name, parameter, shard in shards:
-            if self._stage < 3:
-                if self._rank == 0:
-                    yield name, shard.detach()
-                continue
-            bucket.append((name, parameter, shard))
-            size += shard.numel() * shard.element_size() * self._world
-            if size >= _BUCKET_BYTES:
-                yield from self._gathered(bucket)
-                bucket, size = [], 0
-        if bucket:
-            yield from self._gathered(bucket)
-
-    def _gathered(self, bucket: Sequence[tuple[str, nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        flat = torch.cat([shard.detach().reshape(-1) for _, _, shard in bucket]).to(self._device)
-        parts = [flat]
-        if self._world > 1:
-            parts = [torch.empty_like(flat) for _ in range(self._world)] if self._rank == 0 else []
-            dist.gather(flat, parts if self._rank == 0 else None, dst=0)
-        offset = 0
-        for name, parameter, shard in bucket:
-            if self._rank == 0:
-                pieces = [part[offset : offset + shard.numel()] for part in parts]
-                shape = _shape(parameter)
-                yield name, torch.cat(pieces)[: math.prod(shape)].view(shape)
-            offset += shard.numel()
 
     # -- disk --------------------------------------------------------------------------------------------------
     def export(self, directory: Path) -> None:
@@ -260,7 +200,7 @@ class Policy:
         """
         self._write_model(directory)
         rng = {"cpu": torch.get_rng_state()}
-        if self._device.startswith("cuda"):
+        if self.device.startswith("cuda"):
             rng["cuda"] = torch.cuda.get_rng_state()
         save_file(rng, directory / f"rng-{self._rank:05d}.safetensors")
         steps = _adam_steps(self._engine)
@@ -288,21 +228,30 @@ class Policy:
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         """Collective. AdamW's two moments of every parameter, as ``weights``."""
-        api = _deepspeed().utils
-        get = api.safe_get_local_optimizer_state if self._stage == 3 else api.safe_get_full_optimizer_state
         for key in _MOMENTS:
-            yield from self._whole(
-                (f"{name}.{key}", p, self._engine.optimizer.state[p][key] if self._stage == 0 else get(p, key))
-                for name, p in self.module.named_parameters()
+            yield from self._sharding.whole(
+                (f"{name}.{key}", whole_shape(p), self._moment(p, key)) for name, p in self._parameters()
             )
+
+    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """This rank's shard at stage 3; the whole below it, a collective at stages 1 and 2."""
+        api = _deepspeed().utils
+        if self._stage == 0:
+            moment = self._engine.optimizer.state[parameter][key]
+        elif self._stage < 3:
+            moment = api.safe_get_full_optimizer_state(parameter, key)
+        else:
+            moment = api.safe_get_local_optimizer_state(parameter, key)
+        assert isinstance(moment, Tensor)
+        return moment
 
     def _load(self, directory: Path, seed: int) -> None:
         """Optimizer, version and RNG; the weights were loaded with the model. Raises TensorsMissing."""
         state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
         self.version = int(state["version"])
         if state["adam_steps"]:
-            parameters = dict(self.module.named_parameters())
-            wanted = {f"{name}.{key}": _shape(p) for name, p in parameters.items() for key in _MOMENTS}
+            parameters = dict(self._parameters())
+            wanted = {f"{name}.{key}": whole_shape(p) for name, p in parameters.items() for key in _MOMENTS}
             check_tensors(directory, "optimizer", wanted)
             _fill_adam(self._engine, int(state["adam_steps"]))
             for name, value in read_tensors(directory, "optimizer"):
@@ -317,39 +266,25 @@ class Policy:
             return
         rng = load_file(directory / f"rng-{self._rank:05d}.safetensors")
         torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng and self._device.startswith("cuda"):
+        if "cuda" in rng and self.device.startswith("cuda"):
             torch.cuda.set_rng_state(rng["cuda"])
 
     def _set_moment(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         if self._stage == 0:
             self._engine.optimizer.state[parameter][key].copy_(value)
         elif self._stage < 3:
-            _deepspeed().utils.safe_set_full_optimizer_state(parameter, value.to(self._device), key)
+            _deepspeed().utils.safe_set_full_optimizer_state(parameter, value.to(self.device), key)
         else:
-            size = _shard(parameter).numel()
-            padded = torch.zeros(size * self._world, dtype=value.dtype)
-            padded[: value.numel()] = value.reshape(-1)
-            mine = padded[size * self._rank : size * (self._rank + 1)].to(self._device)
+            mine = self._sharding.mine(value, local_shard(parameter).numel())
             _deepspeed().utils.safe_set_local_optimizer_state(parameter, mine, key)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each parameter once, under its first name: tied ones are one parameter."""
+        return self.module.named_parameters()
 
     def _barrier(self) -> None:
         if self._world > 1:
             dist.barrier()
-
-
-def _load_model(directory: Path, *, attention: str, checkpointing: bool) -> nn.Module:
-    transformers_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(directory)
-    for name, value in config.to_dict().items():
-        # Dropout would make the learner's log-probabilities differ from those of the generator with the same weights.
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, config=config, dtype=torch.float32, attn_implementation=attention
-    )
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()  # type: ignore[no-any-return]
 
 
 def _deepspeed() -> Any:
@@ -370,7 +305,7 @@ def _engine(model: nn.Module, config: LearnerConfig, *, local_rank: int) -> Any:
     # Its shared-memory collectives for CPU would be compiled for most of a minute; gloo's serve.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=config.backend, verbose=False)
-    if config.zero_stage == 3 and (layers := _layer_classes(model)):
+    if config.zero_stage == 3 and (layers := layer_classes(model)):
         # One gather a layer, not one a Linear: hooks on every leaf cost more than a small model's arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layers)
     optim = config.optim
@@ -381,11 +316,6 @@ def _engine(model: nn.Module, config: LearnerConfig, *, local_rank: int) -> Any:
         model=model, model_parameters=model.parameters(), optimizer=optimizer, config=_deepspeed_config(config)
     )
     return engine
-
-
-def _layer_classes(model: nn.Module) -> list[str]:
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return sorted(names & {type(module).__name__ for module in model.modules()})
 
 
 def _deepspeed_config(config: LearnerConfig) -> dict[str, Any]:
@@ -435,31 +365,6 @@ def _fill_adam(engine: Any, steps: int) -> None:
         state[master] = {"step": torch.tensor(float(steps))} | {key: torch.zeros_like(master) for key in _MOMENTS}
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _shard(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of a parameter: under ZeRO-3 a flat shard, padded to equal length on all ranks."""
-    shard = getattr(parameter, "ds_tensor", parameter)
-    assert isinstance(shard, Tensor)
-    return shard
-
-
-def _add(sums: Tensor, terms: LossTerms) -> Tensor:
-    return _merge(sums, torch.stack([term.detach().double() for term in terms]).cpu())
-
-
-def _merge(left: Tensor, right: Tensor) -> Tensor:
-    merged, at = left + right, LossTerms._fields.index("ratio_max")
-    merged[at] = torch.maximum(left[at], right[at])
-    return merged
-
-
-def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    return flat.split([tensor.numel() for tensor in tensors])
 
 
 def _exhaust(items: Iterator[object]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from broker.messages import Batch, Completion, Group
 from learners.advantages import zero_variance
-from learners.policy import StepStats
 from learners.staleness import Staleness
+from learners.stats import StepStats
 
 
 class Stopwatch:

@@ -81,7 +81,9 @@ def check_tensors(directory: Path, stem: str, wanted: Mapping[str, tuple[int, ..
 
 def _files(directory: Path, stem: str) -> list[Path]:
     index, whole = directory / f"{stem}.safetensors.index.json", directory / f"{stem}.safetensors"
-    names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {whole.name}
+    names = (
+        set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else {whole.name}
+    )
     files = [directory / name for name in sorted(names)]
     if absent := [file.name for file in files if not file.is_file()]:
         raise TensorsMissing(f"{directory}: {', '.join(absent)} is missing")

@@ -16,7 +16,7 @@ from tasks.prompts import Item
 Option = str | int | float | bool
 
 INSTRUCTION = "\nReason step by step, and end with a line: #### followed by the number."
-_NUMBER = r"[-+]?\$?\s?\d+(?:,\d{3})*(?:\.\d+)?|[-+]?\$?\s?\.\d+"
+_NUMBER = r"(?:(?<![\w.)])[-+])?\$?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"  # in "10-3" the minus is no sign
 _LAST_NUMBER = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
 

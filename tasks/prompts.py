@@ -168,7 +168,7 @@ def _encoder(tokenizer: Any, *, chat: bool) -> Callable[[str], list[int] | None]
     bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
     if unknown in (bos, tokenizer.eos_token_id, tokenizer.pad_token_id):
         unknown = None  # one id with two duties says nothing about the text
-    adds_bos = bos is not None and tokenizer("a")["input_ids"][:1] == [bos]
+    adds_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
 
     def encode(text: str) -> list[int] | None:
         if chat:

@@ -36,10 +36,10 @@ class Progress:
     note: str = "starting"
 
     def add(self, records: Sequence[Mapping[str, object]]) -> None:
-        """Takes new metrics lines in; a step that is there again replaces what followed it."""
+        """Takes new metrics lines in; going back to an earlier step forgets what followed it."""
         self.fresh = records
         for record in records:
-            if number(record, "step") <= number(self.last, "step"):
+            if number(record, "step") < number(self.last, "step"):  # a skipped step keeps its number
                 self.rewards.clear()
             self.last = record
             self.rewards.append(number(record, "reward_mean"))
@@ -102,7 +102,7 @@ class PlainView:
 
     def show(self, progress: Progress) -> None:
         """Prints the steps that are new, and before the first one what the run is doing."""
-        if progress.note != self._note and not progress.last:
+        if progress.note and progress.note != self._note and not progress.last:
             self._note = progress.note
             self._print(progress.note)
         for record in progress.fresh:

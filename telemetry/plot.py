@@ -33,6 +33,7 @@ def plot_run(metrics: Path, output: Path, *, max_staleness: int, title: str = ""
     bottom.plot(steps, _column(records, "staleness_mean"), color="tab:orange", label="staleness, mean")
     bottom.axhline(max_staleness, color="black", linestyle=":", linewidth=1, label="bound")
     bottom.plot(steps, _column(records, "masked_share"), color="tab:gray", label="masked share")
+    bottom.set_ylim(-0.05, 1.6 * max(max_staleness, *_column(records, "staleness_max"), 0.1))  # room for the legend
     bottom.set_xlabel("policy version")
     bottom.grid(alpha=0.3)
     bottom.legend(loc="upper left", ncols=4, fontsize="small")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import types
@@ -88,14 +89,12 @@ def test_random_bytes_are_refused(junk: bytes) -> None:
 
 
 @given(data=st.data(), position=st.integers(0, 400), byte=st.integers(0, 255))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_changed_byte_gives_a_group_or_a_refusal_never_anything_else(data: Any, position: int, byte: int) -> None:
     frame = bytearray(encode(data.draw(strategy(Group))))
     frame[position % len(frame)] = byte
-    try:
+    with contextlib.suppress(Refused):
         assert isinstance(decode(bytes(frame), Group, max_bytes=LIMIT), Group)
-    except Refused:
-        pass
 
 
 def altered(field: str, value: Any, make: Any) -> bytes:
@@ -129,7 +128,7 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(field: str, value: Any, co
 def test_a_nested_complaint_names_the_whole_path(make: Any) -> None:
     prompt = make.prompt(0)
     bad = dataclasses.replace(prompt, token_ids=prompt.token_ids.astype(np.int64))
-    with pytest.raises(Refused, match=r"Feed: \.prompts: .*\.token_ids: int64 where an array of int32"):
+    with pytest.raises(Refused, match=r"Feed: \.prompts\[0\]\.token_ids: int64 where an array of int32"):
         encode(calls.Feed(prompts=(bad,)))
 
 
@@ -137,7 +136,7 @@ def test_frames_of_another_schema_type_or_size_are_refused() -> None:
     frame = encode(Frontier(base=3))
     with pytest.raises(Refused, match="'Frontier' where Prompt was expected"):
         decode(frame, Prompt, max_bytes=LIMIT)
-    with pytest.raises(Refused, match="broker.max_frame_bytes = 4"):
+    with pytest.raises(Refused, match=r"broker\.max_frame_bytes = 4"):
         decode(frame, Frontier, max_bytes=4)
     other = msgpack.packb([SCHEMA_VERSION + 1, "Frontier", [3, []]])
     with pytest.raises(Refused, match=f"wire schema {SCHEMA_VERSION + 1} where {SCHEMA_VERSION}"):

@@ -1,0 +1,210 @@
+"""One rank of the learner, from process groups to the last export."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from broker.config import BrokerConfig, RolloutConfig
+from broker.contract import Broker
+from broker.messages import Frontier, Prompt, Rules
+from learners.checkpoint import Checkpoints, read_checkpoint
+from learners.conductor import Conductor
+from learners.config import AlgorithmConfig, LearnerConfig
+from learners.evaluation import Evaluation
+from learners.exchange import Exchange
+from learners.feed import BatchFeed
+from learners.loop import learn
+from learners.policy import Policy
+from learners.schedule import learning_rate
+from telemetry.sink import JsonlSink
+from weights_sync.config import WeightsSyncConfig
+from weights_sync.publisher import Publisher
+from weights_sync.staging import declare
+
+log = logging.getLogger(__name__)
+
+
+class Prompts(Protocol):
+    """What tasks.prompts.PromptFeed offers."""
+
+    def from_frontier(self, frontier: Frontier) -> Iterator[Prompt]:
+        """The training prompts after a data position."""
+
+    def eval_prompts(self, version: int) -> Sequence[Prompt]:
+        """The evaluation round of a version."""
+
+
+def run_rank(
+    *,
+    model_dir: Path,
+    run_dir: Path,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    config: LearnerConfig,
+    weights_sync: WeightsSyncConfig,
+    broker_config: BrokerConfig,
+    broker: Callable[[], Broker],
+    prompts: Callable[[], Prompts],
+    rank: int,
+    world: int,
+    store: Store,
+    seed: int,
+    watchdog_s: float,
+    local_rank: int = 0,
+    attention: str = "sdpa",
+) -> None:
+    """Trains one rank to the end, and on rank 0 ends the run.
+
+    Args:
+        model_dir: Hugging Face directory of the initial policy.
+        broker: opens a broker client; called on rank 0 only, once per thread that needs one.
+        prompts: makes the run's prompts; called on rank 0 only.
+        store: of the ranks, for torch.distributed; a HashStore will do for one rank.
+    """
+    _start_torch(config, rank=rank, world=world, local_rank=local_rank, store=store)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints",
+        keep=config.checkpoint.keep,
+        rank=rank,
+        barrier=dist.barrier if world > 1 else lambda: None,
+    )
+    try:
+        start = checkpoints.resolve(config.checkpoint.resume)
+        version, frontier = read_checkpoint(start) if start else (0, Frontier())
+        checkpoints.set_aside_after(version if start else -1)
+        policy = Policy(
+            model_dir=model_dir,
+            config=config,
+            algorithm=algorithm,
+            temperature=rollout.temperature,
+            seed=seed,
+            attention=attention,
+            rank=rank,
+            world=world,
+            local_rank=local_rank,
+            resume=start,
+        )
+        assert policy.version == version, (policy.version, version)
+        exchange = Exchange(rank=rank, world=world, timeout_s=config.collective_timeout_s)
+        with ExitStack() as stack:
+            conductor = None
+            if rank == 0:
+                _introduce(start, version, frontier, rollout=rollout, config=config)
+                conductor = _conductor(
+                    stack, policy, frontier, run_dir=run_dir, rollout=rollout, algorithm=algorithm, config=config,
+                    weights_sync=weights_sync, broker_config=broker_config, broker=broker, prompts=prompts(),
+                    watchdog_s=watchdog_s,
+                )  # fmt: skip
+            learn(
+                policy=policy, exchange=exchange, conductor=conductor, checkpoints=checkpoints, config=config, rank=rank
+            )
+            policy.export(run_dir / "actor")
+            if conductor:
+                conductor.finish()
+    finally:
+        dist.destroy_process_group()
+
+
+def _start_torch(config: LearnerConfig, *, rank: int, world: int, local_rank: int, store: Store) -> None:
+    torch.set_num_threads(config.threads)
+    if config.device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        config.backend,
+        store=PrefixStore("learner", store),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=config.collective_timeout_s),
+    )
+
+
+def _conductor(
+    stack: ExitStack,
+    policy: Policy,
+    frontier: Frontier,
+    *,
+    run_dir: Path,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    config: LearnerConfig,
+    weights_sync: WeightsSyncConfig,
+    broker_config: BrokerConfig,
+    broker: Callable[[], Broker],
+    prompts: Prompts,
+    watchdog_s: float,
+) -> Conductor:
+    """Opens the run and everything that only rank 0 has; ``stack`` closes it, in reverse order."""
+    metrics, evals = (stack.enter_context(closing(JsonlSink(run_dir / "logs" / name))) for name in _LOGS)
+    metrics.truncate_after(policy.version)
+    evals.truncate_after(policy.version)
+    rules = Rules(
+        max_staleness=rollout.max_staleness,
+        on_stale=rollout.on_stale,
+        groups_per_step=rollout.groups_per_step,
+        max_attempts=broker_config.max_attempts,
+        lease_timeout_s=broker_config.lease_timeout_s,
+        member_timeout_s=broker_config.member_timeout_s,
+    )
+    feed = BatchFeed(
+        connect=broker,
+        prompts=prompts.from_frontier,
+        rules=rules,
+        version=policy.version,
+        frontier=frontier,
+        total_steps=config.total_steps,
+        watchdog_s=watchdog_s,
+    )
+    stack.callback(feed.close)
+    publisher = Publisher(
+        config=weights_sync,
+        connect=broker,
+        declaration=declare(policy.module),
+        incarnation=feed.incarnation,
+        device=policy.device,
+    )
+    stack.callback(publisher.close)
+
+    def flush() -> None:
+        publisher.flush(weights_sync.sync_timeout_s)
+
+    evaluation = Evaluation(connect=broker, prompts=prompts.eval_prompts, flush=flush, sink=evals, config=config.eval)
+    stack.callback(evaluation.close)
+    return Conductor(
+        feed=feed,
+        publisher=publisher,
+        evaluation=evaluation,
+        sink=metrics,
+        rollout=rollout,
+        algorithm=algorithm,
+        config=config,
+        flush=flush,
+    )
+
+
+_LOGS = ("metrics.jsonl", "eval.jsonl")
+
+
+def _introduce(
+    start: Path | None, version: int, frontier: Frontier, *, rollout: RolloutConfig, config: LearnerConfig
+) -> None:
+    """Says where the run starts from and what follows from the settings (C104, C110)."""
+    lr = learning_rate(config.optim, version=version, total_steps=config.total_steps)
+    log.info("%s", f"going on from {start}" if start else "starting from the initial weights")
+    log.info(
+        "policy version %d of %d, data position %d (+%d beyond it), learning rate %g",
+        version, config.total_steps, frontier.base, len(frontier.beyond), lr,
+    )  # fmt: skip
+    log.info(
+        "a step: %d prompts x %d completions = %d samples, about %d a rank; window of %d prompts; staleness at most %d",
+        rollout.groups_per_step, rollout.completions_per_group, rollout.samples_per_step,
+        -(-rollout.samples_per_step // config.ranks), rollout.window, rollout.max_staleness,
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Reward functions that behave as badly as people's do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+
+FOREVER = threading.Event()
+
+
+def one(text: str, answer: str, reference: str) -> float:
+    return 1.0
+
+
+def half(text: str, answer: str, reference: str) -> float:
+    return 0.5
+
+
+def arguments(text: str, answer: str, reference: str) -> float:
+    return float((text, answer, reference) == ("2+2=", "4", "four"))
+
+
+async def later(text: str, answer: str, reference: str) -> float:
+    await asyncio.sleep(0.2)
+    return 1.0
+
+
+def coroutine_in_disguise(text: str, answer: str, reference: str) -> object:
+    return later(text, answer, reference)
+
+
+def alarm(text: str, answer: str, reference: str) -> float:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    return 1.0
+
+
+def hangs_on_bad(text: str, answer: str, reference: str) -> float:
+    if answer == "bad":
+        FOREVER.wait(30.0)
+    return 1.0
+
+
+def fails_on_bad(text: str, answer: str, reference: str) -> float:
+    if answer.startswith("bad"):
+        raise StopIteration("no idea")
+    return 1.0
+
+
+def infinite(text: str, answer: str, reference: str) -> float:
+    return float("inf")
+
+
+def nothing(text: str, answer: str, reference: str) -> None:
+    return None

@@ -1,0 +1,161 @@
+"""What the multi-rank tests run in processes of their own: ``python ranks.py CASE RANK WORLD PORT DIRECTORY``.
+
+Each case writes what it saw into DIRECTORY; the tests judge it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from learners.batching import TrainSequence, collate, plan
+from learners.config import AlgorithmConfig, CheckpointConfig, LearnerConfig, OptimConfig
+from learners.policy import NonFiniteGradients, Policy
+
+LR = 1e-2
+TEMPERATURE = 0.7
+
+
+def rows(seed: int) -> list[TrainSequence]:
+    """Eleven sequences of uneven lengths, two of their tokens masked."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(11):
+        P, L = int(rng.integers(1, 9)), int(rng.integers(1, 12))
+        mask = np.ones(L, np.uint8)
+        mask[: i % 3] = 0
+        if not mask.any():
+            mask[-1] = 1
+        made.append(
+            TrainSequence(
+                prompt_ids=rng.integers(0, 64, P).astype(np.int32),
+                completion_ids=rng.integers(0, 64, L).astype(np.int32),
+                loss_mask=mask,
+                behavior_logprobs=rng.uniform(-5, -3.5, L).astype(np.float32),
+                advantage=float(rng.normal()),
+            )
+        )
+    return made
+
+
+def config(world: int, **changes: object) -> LearnerConfig:
+    settings: dict[str, object] = {
+        "ranks": world,
+        "total_steps": 100,
+        "optim": OptimConfig(lr=LR, max_grad_norm=0.5, weight_decay=0.01),
+        "collective_timeout_s": 60.0,
+    }
+    return LearnerConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+def policy(directory: Path, rank: int, world: int, *, resume: Path | None = None, **changes: object) -> Policy:
+    return Policy(
+        model_dir=directory / "model",
+        config=config(world, **changes),
+        algorithm=AlgorithmConfig(),
+        temperature=TEMPERATURE,
+        seed=3,
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        resume=resume,
+    )
+
+
+def train(one: Policy, sequences: list[TrainSequence], rank: int, world: int, *, budget: int) -> dict[str, float]:
+    planned = plan([len(row) for row in sequences], ranks=world, token_budget=budget)[rank]
+    micro_batches = [collate([sequences[i] for i in part]) for part in planned]
+    stats = one.step(micro_batches, denominator=sum(row.loss_tokens for row in sequences))
+    return {name: float(getattr(stats, name)) for name in stats.__dataclass_fields__} | {"micro": len(micro_batches)}
+
+
+def dump(one: Policy, path: Path, rank: int) -> None:
+    tensors = {name: tensor.clone() for name, tensor in one.weights()}
+    if rank == 0:
+        save_file(tensors, path)
+    else:
+        assert not tensors
+
+
+def case_steps(directory: Path, rank: int, world: int) -> None:
+    """Two steps at every ZeRO stage, at two micro-batch sizes; then save, a third step, and the same from disk."""
+    seen: dict[str, dict[str, float]] = {}
+    for stage in (0, 1, 2, 3):
+        for budget in (24, 100_000):
+            one, tag = policy(directory, rank, world, zero_stage=stage), f"w{world}-z{stage}-b{budget}"
+            for seed in (1, 2):
+                seen[f"{tag}-{seed}"] = train(one, rows(seed), rank, world, budget=budget)
+            dump(one, directory / f"{tag}.safetensors", rank)
+        saved = directory / f"saved-w{world}-z{stage}"
+        if rank == 0:
+            saved.mkdir()
+        if world > 1:
+            dist.barrier()
+        torch.rand(rank + 3)
+        one.save(saved)
+        random = torch.rand(4)
+        seen[f"saved-{tag}-3"] = train(one, rows(3), rank, world, budget=budget)
+        dump(one, directory / f"{tag}-third.safetensors", rank)
+        again = policy(directory, rank, world, zero_stage=stage, resume=saved)
+        assert again.version == 2
+        assert torch.equal(torch.rand(4), random), "the random numbers are not resumed"
+        train(again, rows(3), rank, world, budget=budget)
+        dump(again, directory / f"{tag}-resumed.safetensors", rank)
+    if rank == 0:
+        (directory / f"stats-w{world}.json").write_text(json.dumps(seen))
+
+
+def case_elsewhere(directory: Path, rank: int, world: int) -> None:
+    """Goes on from what two ranks have saved, on another number of ranks and at other stages."""
+    for stage in (0, 1, 2, 3):
+        one = policy(directory, rank, world, zero_stage=3 - stage, resume=directory / f"saved-w2-z{stage}")
+        train(one, rows(3), rank, world, budget=100_000)
+        dump(one, directory / f"elsewhere-z{stage}.safetensors", rank)
+
+
+def case_bad_gradients(directory: Path, rank: int, world: int) -> None:
+    """A good step, one without finite gradients, a good one; then three bad ones in a row."""
+    seen: dict[str, object] = {}
+    for stage in (0, 1, 2, 3):
+        one = policy(directory, rank, world, zero_stage=stage)
+        good = [train(one, rows(1), rank, world, budget=100_000)]
+        dump(one, directory / f"before-z{stage}.safetensors", rank)
+        spoilt = rows(2)
+        spoilt[4].behavior_logprobs[-1] = np.nan
+        bad = train(one, spoilt, rank, world, budget=100_000)
+        dump(one, directory / f"after-z{stage}.safetensors", rank)
+        good.append(train(one, rows(2), rank, world, budget=100_000))
+        dump(one, directory / f"next-z{stage}.safetensors", rank)
+        error = ""
+        try:
+            for _ in range(5):
+                train(one, spoilt, rank, world, budget=100_000)
+        except NonFiniteGradients as raised:
+            error = str(raised)
+        seen[str(stage)] = {"good": good, "bad": bad, "error": error}
+    if rank == 0:
+        (directory / "bad.json").write_text(json.dumps(seen))
+
+
+def main() -> None:
+    case, rank, world, port, directory = sys.argv[1], *map(int, sys.argv[2:5]), Path(sys.argv[5])
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore(case, store), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    for name in case.split("+"):
+        globals()[f"case_{name}"](directory, rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from broker.local import LocalBroker
+from weights_sync.config import WeightsSyncConfig
+from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
+from weights_sync.groups import Group
+from weights_sync.manifest import Manifest
+from weights_sync.publisher import Publisher
+from weights_sync.staging import declare
+
+CONFIG = WeightsSyncConfig(sync_timeout_s=10.0, bucket_bytes=4096)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+
+
+@pytest.fixture
+def publish(run: LocalBroker) -> Iterator[Callable[..., Publisher]]:
+    started: list[Publisher] = []
+
+    def start(model: nn.Module, config: WeightsSyncConfig = CONFIG) -> Publisher:
+        started.append(Publisher(config=config, connect=run.client, declaration=declare(model), incarnation=0))
+        return started[-1]
+
+    yield start
+    for publisher in started:
+        publisher.close()
+
+
+def step(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Changes the model as a learner's step would and returns what it is now."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_every_version_reaches_every_generator_over_one_group(model, publish, follow) -> None:
+    (one, first), (_, second) = follow("g1", CONFIG), follow("g2", CONFIG)
+    publisher = publish(model)
+    for version in range(3):
+        wanted = step(model)
+        publisher.offer(version, model.named_parameters())
+        publisher.flush(20)
+        assert_equal(first.versions[version], wanted)
+        assert_equal(second.versions[version], wanted)
+    joint = [publication for publication in one.attempts if len(publication.receivers) == 2]
+    assert len({publication.epoch for publication in joint}) == 1
+    assert publisher.stats.version == 2 and publisher.stats.failed_attempts == 0
+
+
+def test_c60_a_late_joiner_gets_the_current_version_whole_and_alone(model, publish, follow) -> None:
+    early, _ = follow("g1", CONFIG)
+    publisher = publish(model)
+    wanted = step(model)
+    publisher.offer(4, model.named_parameters())
+    publisher.flush(20)
+    late, receiver = follow("g2", CONFIG)
+    with publisher._changed:
+        assert publisher._changed.wait_for(lambda: 4 in receiver.versions, timeout=20)
+    assert_equal(receiver.versions[4], wanted)
+    assert [publication.receivers for publication in late.attempts] == [("g2",)]
+    publisher.offer(5, model.named_parameters())
+    publisher.flush(20)
+    assert set(early.attempts[-1].receivers) == {"g1", "g2"}
+
+
+def test_c116_three_hundred_tensors_take_one_announcement_and_three_broadcasts(
+    publish, follow, run, monkeypatch
+) -> None:
+    model = nn.ParameterDict({f"p{i}": nn.Parameter(torch.randn(5)) for i in range(300)})
+    sent: list[int] = []
+    broadcast = Group.broadcast
+
+    def counted(group: Group, tensor: torch.Tensor) -> None:
+        if group.rank == 0:
+            sent.append(tensor.nbytes)
+        broadcast(group, tensor)
+
+    monkeypatch.setattr(Group, "broadcast", counted)
+    config = WeightsSyncConfig(sync_timeout_s=10.0)
+    follower, receiver = follow("g1", config)
+    publisher = publish(model, config)
+    publisher.offer(0, model.named_parameters())
+    publisher.flush(20)
+    assert len(receiver.versions[0]) == 300
+    assert len(follower.attempts) == 1
+    assert len(sent) == 3  # header, manifest, payload
+
+
+def test_c9_a_version_that_one_receiver_refused_is_not_published_until_a_whole_resend(model, publish, follow) -> None:
+    refusals = iter(["version 1 does not fit"])
+
+    def refuse_once(manifest: Manifest) -> None:
+        if manifest.version == 1 and (reason := next(refusals, "")):
+            raise LayoutRefused(reason)
+
+    follow("g1", CONFIG)
+    follower, receiver = follow("g2", CONFIG, refuse_once)
+    publisher = publish(model)
+    publisher.offer(0, model.named_parameters())
+    publisher.flush(20)
+    wanted = step(model)
+    publisher.offer(1, model.named_parameters())
+    publisher.flush(20)
+    assert publisher.stats.failed_attempts == 1 and publisher.stats.version == 1
+    assert_equal(receiver.versions[1], wanted)
+    assert [publication.version for publication in follower.attempts] == [0, 1, 1]
+
+
+def test_c4_a_shard_is_refused_at_the_offer_and_nothing_is_sent(model, publish, follow) -> None:
+    _, receiver = follow("g1", CONFIG)
+    publisher = publish(model)
+    publisher.offer(0, model.named_parameters())
+    publisher.flush(20)
+    parts = [(name, torch.empty(0) if name == "5.bias" else p) for name, p in model.named_parameters()]
+    with pytest.raises(LayoutRefused, match=r"5\.bias: got shape \(0,\)"):
+        publisher.offer(1, parts)
+    publisher.flush(20)
+    assert publisher.stats.version == 0 and set(receiver.versions) == {0}
+
+
+def test_c1_no_generator_for_too_long_ends_the_publisher_with_the_last_error(model, publish, follow) -> None:
+    def refuse(manifest: Manifest) -> None:
+        raise LayoutRefused("names do not fit")
+
+    config = CONFIG.model_copy(update={"no_generator_timeout_s": 1.0})
+    follow("g1", config, refuse)
+    publisher = publish(model, config)
+    publisher.offer(3, model.named_parameters())
+    with publisher._changed:
+        assert publisher._changed.wait_for(lambda: publisher._failure is not None, timeout=20)
+    with pytest.raises(NoReceiver, match=r"version 3 .*no_generator_timeout_s = 1 s.*g1: rank 1.*names do not fit"):
+        publisher.offer(4, model.named_parameters())
+
+
+def test_flush_names_who_does_not_use_the_version(model, publish, follow) -> None:
+    def hang(manifest: Manifest) -> None:
+        raise LayoutRefused("never")
+
+    follow("g1", CONFIG, hang)
+    publisher = publish(model)
+    publisher.offer(0, model.named_parameters())
+    with pytest.raises(SyncFailed, match="version 0 is not in use after 0.05 s at g1"):
+        publisher.flush(0.05)
+
+
+def test_offers_never_wait_for_the_network(model, publish, follow) -> None:
+    follow("g1", CONFIG)
+    publisher = publish(model)
+    longest = 0.0
+    for version in range(50):
+        began = time.perf_counter()
+        publisher.offer(version, model.named_parameters())
+        longest = max(longest, time.perf_counter() - began)
+    publisher.flush(20)
+    assert publisher.stats.version == 49
+    assert publisher.stats.attempts < 50  # a version that still waited was replaced by the next
+    assert longest < 1.0
+
+
+def test_c1_a_generator_killed_in_mid_broadcast_does_not_keep_the_other_from_the_version(model, publish, spawn) -> None:
+    config = CONFIG.model_copy(update={"sync_timeout_s": 3.0})
+    spawn("g1", config)
+    doomed = spawn("g2", config, die_at=4)  # header, manifest, one bucket, then SIGKILL
+    publisher = publish(model, config)
+    step(model)
+    began = time.monotonic()
+    publisher.offer(0, model.named_parameters())
+    assert time.monotonic() - began < 1.0
+    assert doomed.process.wait(timeout=20) == -9
+    killed = time.monotonic()
+
+    def in_use() -> bool:
+        return any(m.member_id == "g1" and m.policy_version == 0 for m in publisher._members)
+
+    with publisher._changed:
+        assert publisher._changed.wait_for(in_use, timeout=20)
+    assert time.monotonic() - killed < 2 * config.sync_timeout_s + 4
+
+
+def test_c1_when_every_generator_is_killed_the_error_names_rank_and_version(model, publish, spawn) -> None:
+    config = CONFIG.model_copy(update={"sync_timeout_s": 1.0, "no_generator_timeout_s": 4.0})
+    spawn("g1", config, die_at=4)
+    spawn("g2", config, die_at=4)
+    publisher = publish(model, config)
+    publisher.offer(7, model.named_parameters())
+    with publisher._changed:
+        assert publisher._changed.wait_for(lambda: publisher._failure is not None, timeout=30)
+    with pytest.raises(NoReceiver, match=r"version 7.*g1: rank 1, version 7.*g2: rank 2, version 7"):
+        publisher.flush(1)
