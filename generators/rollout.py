@@ -6,15 +6,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
-from broker.messages import Group, Lease
-from generators.engine import Engine, EngineDead, Sample
+from broker.messages import Group, Lease, Prompt
+from generators.engine import EngineDead, Sample
 from generators.groups import Decode, build_group, finished
 from generators.scoring import RewardFailed, Score, Scorer
 
 log = logging.getLogger(__name__)
 
 ABORT_S = 10.0  # for an engine to end a request that was aborted
+
+
+class Sampling(Protocol):
+    """What a rollout asks of an engine; see generators.engine.Engine."""
+
+    async def generate(self, prompt: Prompt, *, request_id: str, attempt: int) -> Sequence[Sample]:
+        """Samples ``prompt.n`` completions."""
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a running request early."""
 
 
 class Rollout:
@@ -28,7 +39,7 @@ class Rollout:
     def __init__(
         self,
         *,
-        engine: Engine,
+        engine: Sampling,
         scorer: Scorer,
         decode: Decode,
         timeout_s: float,

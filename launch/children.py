@@ -136,17 +136,17 @@ class Children:
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"\0")
 
-    def running(self, prefix: str = "") -> list[Child]:
-        """Children that have not ended, as far as ``wait`` has told."""
-        return [child for child in self._running if child.name.startswith(prefix)]
+    def running(self, *prefixes: str) -> list[Child]:
+        """Children that have not ended, as far as ``wait`` has told; all, or those named so."""
+        return [child for child in self._running if child.name.startswith(prefixes or "")]
 
-    def stop(self, prefix: str = "", *, timeout_s: float | None = None) -> None:
+    def stop(self, *prefixes: str, timeout_s: float | None = None) -> None:
         """SIGTERM, then SIGKILL to whole groups at the deadline, or at once when a second signal arrives."""
         patience = self._stop_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + patience
-        for child in self.running(prefix):
+        for child in self.running(*prefixes):
             child.signal(signal.SIGTERM)
-        while (left := self.running(prefix)) and len(self._signals) < 2 and time.monotonic() < deadline:
+        while (left := self.running(*prefixes)) and len(self._signals) < 2 and time.monotonic() < deadline:
             for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
                 if isinstance(key.data, Child):
                     self._forget(key.data)

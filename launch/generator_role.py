@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -53,7 +54,12 @@ async def _generate(config: RunConfig, url: str, member_id: str) -> int:
         stop=stop,
         eval_grace_s=min(10.0, config.weights_sync.sync_timeout_s / 2),
     )
-    return codes[0]
+    if codes[0]:
+        # It has left the run and everything is closed. An engine that was still loading sits in a thread, for which
+        # the interpreter would wait longer than a stop may take.
+        logging.shutdown()
+        os._exit(codes[0])
+    return 0
 
 
 def model_directory(config: RunConfig) -> Path:

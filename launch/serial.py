@@ -3,9 +3,9 @@
     learner waits for a batch ─► the generator answers every prompt it may lease ─► the batch is there
     learner offers a version  ─► the engine holds it at once
 
-The same ledger, admission, rollout, bound, policy and checkpoints as in separate processes; what is left out is waiting.
-Two runs with one seed give the same losses, which makes this the first thing to debug with. With η > 0 the window is
-filled before each step, so that what is trained is as stale as the bound allows.
+The same ledger, admission, rollout, bound, policy and checkpoints as in separate processes; what is left out is
+waiting. Two runs with one seed give the same losses, which makes this the first thing to debug with. With η > 0 the
+window is filled before each step, so that what is trained is as stale as the bound allows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from broker.contract import Broker
 from broker.errors import SlipstreamError
 from broker.local import LocalBroker
 from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Rules
 from configs.run import RunConfig
+from generators.engine import Sample
 from generators.groups import GroupFailed, decoder
 from generators.hf_engine import HfEngine
 from generators.rollout import Rollout
@@ -217,14 +218,18 @@ def run_serial(config: RunConfig) -> LocalBroker:
     return ledger
 
 
-class _Now(HfEngine):
-    """The engine as the rollout sees it: an answer is there when it has been asked for."""
+class _Now:
+    """The engine as a rollout sees it: an answer is there when it has been asked for."""
 
     def __init__(self, engine: HfEngine) -> None:
         self._engine = engine
 
-    async def generate(self, prompt: Prompt, *, request_id: str, attempt: int) -> Sequence[object]:  # type: ignore[override]
+    async def generate(self, prompt: Prompt, *, request_id: str, attempt: int) -> Sequence[Sample]:
+        """Samples in the caller's thread. Raises NonFiniteLogits."""
         return self._engine.generate_now(prompt, attempt)
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing is ever under way."""
 
 
 def _no_time() -> float:

@@ -20,6 +20,7 @@ from launch.monitor import Monitor
 from launch.signals import Stopped
 from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
 from telemetry.live import LiveView, PlainView, Progress, View
+from telemetry.summary import summarize
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +44,16 @@ def run(args: argparse.Namespace) -> int:
     except Stopped as stopped:
         print(f"slipstream: {stopped}; everything is down", file=sys.stderr)
         code = stopped.exit_code
-    console.print(_report(config, run_dir, time.monotonic() - began, counts), highlight=False, soft_wrap=True)
+    if code < 128:  # who has pressed Ctrl-C does not wait for a plot
+        _plot(config, run_dir)
+    text = summarize(
+        run_dir,
+        total_steps=config.learner.total_steps,
+        max_staleness=config.rollout.max_staleness,
+        wall_s=time.monotonic() - began,
+        counts=counts,
+    )
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
     return code
 
 
@@ -74,8 +84,10 @@ def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Co
         _view(config, console),
         refresh_s=config.telemetry.refresh_s,
     ) as monitor:
-        supervisor.watch(Heartbeat(last_progress=monitor.last_progress, obstacle=monitor.obstacle))
-    children.stop("gen")  # receivers leave before the broker that they talk to
+        try:
+            supervisor.watch(Heartbeat(last_progress=monitor.last_progress, obstacle=monitor.obstacle))
+        finally:
+            children.stop("gen", "learner")  # before the broker that they talk to, and the monitor's last look at it
     return monitor.state.counts if monitor.state else None
 
 
@@ -85,10 +97,12 @@ def _view(config: RunConfig, console: Console) -> View:
     return PlainView(console, every_steps=config.telemetry.log_every_steps)
 
 
-def _report(config: RunConfig, run_dir: Path, wall_s: float, counts: Counts | None) -> str:
+def _plot(config: RunConfig, run_dir: Path) -> None:
     from telemetry.plot import plot_run  # matplotlib: only when there is something to draw
-    from telemetry.summary import summarize
 
-    bound, title = config.rollout.max_staleness, f"{config.project}/{config.experiment}"
-    plot_run(run_dir / "logs" / "metrics.jsonl", run_dir / "reward.png", max_staleness=bound, title=title)
-    return summarize(run_dir, total_steps=config.learner.total_steps, max_staleness=bound, wall_s=wall_s, counts=counts)
+    plot_run(
+        run_dir / "logs" / "metrics.jsonl",
+        run_dir / "reward.png",
+        max_staleness=config.rollout.max_staleness,
+        title=f"{config.project}/{config.experiment}",
+    )

@@ -18,8 +18,7 @@ def grpo(rewards: Sequence[float]) -> NDArray[np.float64]:
     """
     centred = dr_grpo(rewards)
     deviation = float(centred.std(ddof=1)) if centred.any() else 0.0
-    normalised: NDArray[np.float64] = centred / (deviation + 1e-6)
-    return normalised
+    return np.asarray(centred / (deviation + 1e-6), np.float64)
 
 
 def dr_grpo(rewards: Sequence[float]) -> NDArray[np.float64]:
@@ -27,7 +26,7 @@ def dr_grpo(rewards: Sequence[float]) -> NDArray[np.float64]:
     values: NDArray[np.float64] = np.asarray(rewards, np.float64)
     if zero_variance(rewards):
         return np.zeros_like(values)  # the mean of n equal floats may differ from them in the last bit
-    return np.subtract(values, values.mean())
+    return np.asarray(values - values.mean(), np.float64)
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,13 +17,12 @@ from learners.batching import padding_share, plan, sequences
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
-from learners.feed import BatchFeed, EndOfData
+from learners.feed import EndOfData
 from learners.report import Stopwatch, metrics
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink
 from weights_sync.errors import SyncFailed
-from weights_sync.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +58,49 @@ def prepare(
     )
 
 
+class Feed(Protocol):
+    """What learners.feed.BatchFeed offers."""
+
+    frontier: Frontier
+    incarnation: int
+
+    def take(self, version: int, wait_s: float) -> Batch | None:
+        """The batch to train at ``version``."""
+
+    def trained(self, version: int) -> None:
+        """The batch in hand has become part of ``version``."""
+
+    def durable(self, version: int) -> None:
+        """A checkpoint of ``version`` is complete."""
+
+    def finish(self, reason: str) -> None:
+        """Ends the run."""
+
+    def close(self) -> None:
+        """Stops it."""
+
+
+class Publishing(Protocol):
+    """What weights_sync.publisher.Publisher offers."""
+
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes a copy of a version, to be sent beside the next step."""
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until the newest version is in use everywhere."""
+
+    def close(self) -> None:
+        """Stops it."""
+
+
 class Conductor:
     """Rank 0's part of the loop; the other ranks have none."""
 
     def __init__(
         self,
         *,
-        feed: BatchFeed,
-        publisher: Publisher,
+        feed: Feed,
+        publisher: Publishing,
         evaluation: Evaluation,
         sink: JsonlSink,
         rollout: RolloutConfig,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ from broker.config import BrokerConfig, RolloutConfig
 from broker.contract import Broker
 from broker.messages import Frontier, Prompt, Rules
 from learners.checkpoint import Checkpoints, read_checkpoint
-from learners.conductor import Conductor
+from learners.conductor import Conductor, Feed, Publishing
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Exchange
@@ -43,6 +44,29 @@ class Prompts(Protocol):
         """The evaluation round of a version."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RootParts:
+    """What only rank 0 needs.
+
+    Attributes:
+        broker: opens a broker client; called once per thread that needs one.
+        prompts: makes the run's prompts.
+        open_feed, open_publisher: with the arguments of BatchFeed and Publisher; the serial mode has its own.
+    """
+
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig
+    config: LearnerConfig
+    weights_sync: WeightsSyncConfig
+    broker_config: BrokerConfig
+    broker: Callable[[], Broker]
+    prompts: Callable[[], Prompts]
+    watchdog_s: float
+    run_dir: Path
+    open_feed: Callable[..., Feed]
+    open_publisher: Callable[..., Publishing]
+
+
 def run_rank(
     *,
     model_dir: Path,
@@ -61,49 +85,34 @@ def run_rank(
     watchdog_s: float,
     local_rank: int = 0,
     attention: str = "sdpa",
+    open_feed: Callable[..., Feed] = BatchFeed,
+    open_publisher: Callable[..., Publishing] = Publisher,
 ) -> None:
-    """Trains one rank to the end, and on rank 0 ends the run.
+    """Trains one rank to the end, and on rank 0 ends the run. See RootParts for what is called on rank 0 only.
 
-    Args:
-        model_dir: Hugging Face directory of the initial policy.
-        broker: opens a broker client; called on rank 0 only, once per thread that needs one.
-        prompts: makes the run's prompts; called on rank 0 only.
-        store: of the ranks, for torch.distributed; a HashStore will do for one rank.
+    ``model_dir``: Hugging Face directory of the initial policy. ``store``: of the ranks, for torch.distributed; a
+    HashStore will do for one rank.
     """
+    root = RootParts(
+        rollout=rollout, algorithm=algorithm, config=config, weights_sync=weights_sync, broker_config=broker_config,
+        broker=broker, prompts=prompts, watchdog_s=watchdog_s, run_dir=run_dir, open_feed=open_feed,
+        open_publisher=open_publisher,
+    )  # fmt: skip
     _start_torch(config, rank=rank, world=world, local_rank=local_rank, store=store)
-    checkpoints = Checkpoints(
-        run_dir / "checkpoints",
-        keep=config.checkpoint.keep,
-        rank=rank,
-        barrier=dist.barrier if world > 1 else lambda: None,
-    )
+    barrier = dist.barrier if world > 1 else lambda: None
     try:
-        start = checkpoints.resolve(config.checkpoint.resume)
-        version, frontier = read_checkpoint(start) if start else (0, Frontier())
-        checkpoints.set_aside_after(version if start else -1)
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep, rank=rank, barrier=barrier)
+        start, frontier = _starting_point(checkpoints, config.checkpoint.resume)
         policy = Policy(
-            model_dir=model_dir,
-            config=config,
-            algorithm=algorithm,
-            temperature=rollout.temperature,
-            seed=seed,
-            attention=attention,
-            rank=rank,
-            world=world,
-            local_rank=local_rank,
-            resume=start,
-        )
-        assert policy.version == version, (policy.version, version)
+            model_dir=model_dir, config=config, algorithm=algorithm, temperature=rollout.temperature, seed=seed,
+            attention=attention, rank=rank, world=world, local_rank=local_rank, resume=start,
+        )  # fmt: skip
         exchange = Exchange(rank=rank, world=world, timeout_s=config.collective_timeout_s)
         with ExitStack() as stack:
             conductor = None
             if rank == 0:
-                _introduce(start, version, frontier, rollout=rollout, config=config)
-                conductor = _conductor(
-                    stack, policy, frontier, run_dir=run_dir, rollout=rollout, algorithm=algorithm, config=config,
-                    weights_sync=weights_sync, broker_config=broker_config, broker=broker, prompts=prompts(),
-                    watchdog_s=watchdog_s,
-                )  # fmt: skip
+                _introduce(start, policy.version, frontier, rollout=rollout, config=config)
+                conductor = _conductor(stack, root, policy, frontier)
             learn(
                 policy=policy, exchange=exchange, conductor=conductor, checkpoints=checkpoints, config=config, rank=rank
             )
@@ -112,6 +121,14 @@ def run_rank(
                 conductor.finish()
     finally:
         dist.destroy_process_group()
+
+
+def _starting_point(checkpoints: Checkpoints, resume: str) -> tuple[Path | None, Frontier]:
+    """Collective. The checkpoint to go on from, and its data position; later ones are given up."""
+    start = checkpoints.resolve(resume)
+    version, frontier = read_checkpoint(start) if start else (-1, Frontier())
+    checkpoints.set_aside_after(version)
+    return start, frontier
 
 
 def _start_torch(config: LearnerConfig, *, rank: int, world: int, local_rank: int, store: Store) -> None:
@@ -127,46 +144,25 @@ def _start_torch(config: LearnerConfig, *, rank: int, world: int, local_rank: in
     )
 
 
-def _conductor(
-    stack: ExitStack,
-    policy: Policy,
-    frontier: Frontier,
-    *,
-    run_dir: Path,
-    rollout: RolloutConfig,
-    algorithm: AlgorithmConfig,
-    config: LearnerConfig,
-    weights_sync: WeightsSyncConfig,
-    broker_config: BrokerConfig,
-    broker: Callable[[], Broker],
-    prompts: Prompts,
-    watchdog_s: float,
-) -> Conductor:
+def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Frontier) -> Conductor:
     """Opens the run and everything that only rank 0 has; ``stack`` closes it, in reverse order."""
-    metrics, evals = (stack.enter_context(closing(JsonlSink(run_dir / "logs" / name))) for name in _LOGS)
+    config, prompts = parts.config, parts.prompts()
+    metrics, evals = (stack.enter_context(closing(JsonlSink(parts.run_dir / "logs" / name))) for name in _LOGS)
     metrics.truncate_after(policy.version)
     evals.truncate_after(policy.version)
-    rules = Rules(
-        max_staleness=rollout.max_staleness,
-        on_stale=rollout.on_stale,
-        groups_per_step=rollout.groups_per_step,
-        max_attempts=broker_config.max_attempts,
-        lease_timeout_s=broker_config.lease_timeout_s,
-        member_timeout_s=broker_config.member_timeout_s,
-    )
-    feed = BatchFeed(
-        connect=broker,
+    feed = parts.open_feed(
+        connect=parts.broker,
         prompts=prompts.from_frontier,
-        rules=rules,
+        rules=_rules(parts.rollout, parts.broker_config),
         version=policy.version,
         frontier=frontier,
         total_steps=config.total_steps,
-        watchdog_s=watchdog_s,
+        watchdog_s=parts.watchdog_s,
     )
     stack.callback(feed.close)
-    publisher = Publisher(
-        config=weights_sync,
-        connect=broker,
+    publisher = parts.open_publisher(
+        config=parts.weights_sync,
+        connect=parts.broker,
         declaration=declare(policy.module),
         incarnation=feed.incarnation,
         device=policy.device,
@@ -174,23 +170,30 @@ def _conductor(
     stack.callback(publisher.close)
 
     def flush() -> None:
-        publisher.flush(weights_sync.sync_timeout_s)
+        publisher.flush(parts.weights_sync.sync_timeout_s)
 
-    evaluation = Evaluation(connect=broker, prompts=prompts.eval_prompts, flush=flush, sink=evals, config=config.eval)
+    evaluation = Evaluation(
+        connect=parts.broker, prompts=prompts.eval_prompts, flush=flush, sink=evals, config=config.eval
+    )
     stack.callback(evaluation.close)
     return Conductor(
-        feed=feed,
-        publisher=publisher,
-        evaluation=evaluation,
-        sink=metrics,
-        rollout=rollout,
-        algorithm=algorithm,
-        config=config,
-        flush=flush,
-    )
+        feed=feed, publisher=publisher, evaluation=evaluation, sink=metrics, rollout=parts.rollout,
+        algorithm=parts.algorithm, config=config, flush=flush,
+    )  # fmt: skip
 
 
 _LOGS = ("metrics.jsonl", "eval.jsonl")
+
+
+def _rules(rollout: RolloutConfig, broker: BrokerConfig) -> Rules:
+    return Rules(
+        max_staleness=rollout.max_staleness,
+        on_stale=rollout.on_stale,
+        groups_per_step=rollout.groups_per_step,
+        max_attempts=broker.max_attempts,
+        lease_timeout_s=broker.lease_timeout_s,
+        member_timeout_s=broker.member_timeout_s,
+    )
 
 
 def _introduce(

@@ -6,6 +6,7 @@ Whoever needs the model calls ``prepare_model``; it is built at most once in a d
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -39,10 +40,17 @@ def prepare_model(config: ModelConfig, directory: Path, seed: int) -> Path:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model directory, as transformers makes it."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a model directory, as its own files describe it.
 
-    return AutoTokenizer.from_pretrained(path)
+    AutoTokenizer overrules them for some model types, Qwen2 among them, and puts the published models' way of cutting
+    text in place of the file's; that must not happen to a directory that names no class of its own.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = path / "tokenizer_config.json"
+    named = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class") if file.is_file() else None
+    generic = named in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(path)
 
 
 def _built(target: Path, build: Callable[[Path], None]) -> Path:

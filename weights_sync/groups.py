@@ -122,8 +122,10 @@ def join_store(address: str, timeout_s: float) -> TCPStore:
     """A client of the learner's store at ``host:port``. Raises SyncFailed when it does not answer."""
     host, _, port = address.rpartition(":")
     try:
+        # torch retries a refused connection until well past its timeout; a dead learner is known at once.
+        socket.create_connection((host, int(port)), timeout_s).close()
         return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise SyncFailed(
             f"the learner's store at {address} does not answer; check weights_sync.host: {error}"
         ) from error

@@ -88,14 +88,18 @@ class Publisher:
         self._shelf = Shelf(declaration, wire_dtype=config.wire_dtype, device=self._device)
         self._store, self._address = host_store(config.host, config.port, config.sync_timeout_s)
         self._changed = threading.Condition()
-        self._members: tuple[Member, ...] = ()
+        broker = connect()
+        state = broker.state()
+        broker.close()
+        self._members = state.members
         self._blame = Blame()
         self._failure: BaseException | None = None
         self._closed = False
         self._offered = -1
         self._current: tuple[Manifest, Staging] | None = None
         self._group: tuple[tuple[tuple[str, int], ...], Group] | None = None
-        self._numbers = (0, 0)  # attempt, epoch
+        known = state.publication
+        self._numbers = (known.attempt, known.epoch) if known else (0, 0)  # go on counting after a restart
         self._failed_in_a_row = 0
         self._resting: set[tuple[str, int]] = set()  # silent last time: not to hold up the others the next time
         self._progress = time.monotonic()
@@ -140,7 +144,14 @@ class Publisher:
     def _behind(self) -> list[str]:
         """Live generators that do not use the newest offered version; caller holds the lock."""
         candidates = [m for m in live(self._members) if not self._blame.out(m)]
-        return [m.member_id for m in candidates if not holds(m, version=self._offered, incarnation=self._incarnation)]
+        if self._offered < 0:
+            return []
+        booked = self.stats.version == self._offered
+        return [
+            m.member_id
+            for m in candidates
+            if not (booked and holds(m, version=self._offered, incarnation=self._incarnation))
+        ]
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -163,9 +174,6 @@ class Publisher:
         """Waits for an offer, a newcomer, or close; then tries to send."""
         try:
             broker = self._connect()
-            known = broker.state().publication
-            if known is not None:
-                self._numbers = (known.attempt, known.epoch)
             while (members := self._next_receivers()) is not None:
                 self._try(broker, members)
             broker.close()

@@ -9,17 +9,20 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from learners import sharding
 from learners.batching import TrainSequence, collate, plan
-from learners.config import AlgorithmConfig, CheckpointConfig, LearnerConfig, OptimConfig
+from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
 from learners.policy import NonFiniteGradients, Policy
 
-LR = 1e-2
+# eps is large, so that a gradient that is zero but for rounding does not become a step of full size.
+OPTIM = {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.01, "eps": 1e-3}
 TEMPERATURE = 0.7
 
 
@@ -49,7 +52,7 @@ def config(world: int, **changes: object) -> LearnerConfig:
     settings: dict[str, object] = {
         "ranks": world,
         "total_steps": 100,
-        "optim": OptimConfig(lr=LR, max_grad_norm=0.5, weight_decay=0.01),
+        "optim": OptimConfig(**OPTIM),
         "collective_timeout_s": 60.0,
     }
     return LearnerConfig(**(settings | changes))  # type: ignore[arg-type]
@@ -85,15 +88,14 @@ def dump(one: Policy, path: Path, rank: int) -> None:
 
 
 def case_steps(directory: Path, rank: int, world: int) -> None:
-    """Two steps at every ZeRO stage, at two micro-batch sizes; then save, a third step, and the same from disk."""
+    """Two steps at every ZeRO stage; then save, a third step, and the same from disk."""
     seen: dict[str, dict[str, float]] = {}
     for stage in (0, 1, 2, 3):
-        for budget in (24, 100_000):
-            one, tag = policy(directory, rank, world, zero_stage=stage), f"w{world}-z{stage}-b{budget}"
-            for seed in (1, 2):
-                seen[f"{tag}-{seed}"] = train(one, rows(seed), rank, world, budget=budget)
-            dump(one, directory / f"{tag}.safetensors", rank)
-        saved = directory / f"saved-w{world}-z{stage}"
+        one, tag = policy(directory, rank, world, zero_stage=stage), f"z{stage}"
+        for seed in (1, 2):
+            seen[f"{tag}-{seed}"] = train(one, rows(seed), rank, world, budget=100_000)
+        dump(one, directory / f"{tag}-second.safetensors", rank)
+        saved = directory / f"saved-{tag}"
         if rank == 0:
             saved.mkdir()
         if world > 1:
@@ -101,23 +103,63 @@ def case_steps(directory: Path, rank: int, world: int) -> None:
         torch.rand(rank + 3)
         one.save(saved)
         random = torch.rand(4)
-        seen[f"saved-{tag}-3"] = train(one, rows(3), rank, world, budget=budget)
+        train(one, rows(3), rank, world, budget=100_000)
         dump(one, directory / f"{tag}-third.safetensors", rank)
         again = policy(directory, rank, world, zero_stage=stage, resume=saved)
         assert again.version == 2
         assert torch.equal(torch.rand(4), random), "the random numbers are not resumed"
-        train(again, rows(3), rank, world, budget=budget)
+        train(again, rows(3), rank, world, budget=100_000)
         dump(again, directory / f"{tag}-resumed.safetensors", rank)
     if rank == 0:
-        (directory / f"stats-w{world}.json").write_text(json.dumps(seen))
+        (directory / "stats.json").write_text(json.dumps(seen))
+
+
+def case_micro_batches(directory: Path, rank: int, world: int) -> None:
+    """The same two steps in many micro-batches, with gradient checkpointing and with offloading."""
+    for stage, tag, changes in (
+        (2, "z2", {}),
+        (3, "z3", {}),
+        (3, "checkpointing", {"gradient_checkpointing": True}),
+        (3, "offload", {"offload_optimizer": True, "offload_param": True}),
+    ):
+        one = policy(directory, rank, world, zero_stage=stage, **changes)
+        for seed in (1, 2):
+            stats = train(one, rows(seed), rank, world, budget=24)
+        assert stats["micro"] > 2
+        dump(one, directory / f"many-{tag}.safetensors", rank)
 
 
 def case_elsewhere(directory: Path, rank: int, world: int) -> None:
     """Goes on from what two ranks have saved, on another number of ranks and at other stages."""
     for stage in (0, 1, 2, 3):
-        one = policy(directory, rank, world, zero_stage=3 - stage, resume=directory / f"saved-w2-z{stage}")
+        one = policy(directory, rank, world, zero_stage=3 - stage, resume=directory / f"saved-z{stage}")
         train(one, rows(3), rank, world, budget=100_000)
         dump(one, directory / f"elsewhere-z{stage}.safetensors", rank)
+
+
+def case_order(directory: Path, rank: int, world: int) -> None:
+    """Records every collective of steps, publications, a save and an export; the second step has one sequence only."""
+    calls: list[list[object]] = []
+
+    def recorded(name: str) -> None:
+        plain = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sizes = [arg.numel() for arg in args if isinstance(arg, torch.Tensor)]
+            calls.append([name, *sizes])
+            return plain(*args, **kwargs)
+
+        setattr(dist, name, call)
+
+    sharding._BUCKET_BYTES = 1 << 14
+    one = policy(directory, rank, world)
+    for name in ("gather", "all_gather", "all_reduce", "barrier", "broadcast"):
+        recorded(name)
+    for sequences in (rows(1), rows(2)[:1], rows(3)):
+        train(one, sequences, rank, world, budget=24)
+        dump(one, directory / f"order-{one.version}.safetensors", rank)
+    one.export(directory / "actor")
+    (directory / f"order-{rank}.json").write_text(json.dumps(calls))
 
 
 def case_bad_gradients(directory: Path, rank: int, world: int) -> None:

@@ -154,7 +154,7 @@ def test_flush_names_who_does_not_use_the_version(model, publish, follow) -> Non
     follow("g1", CONFIG, hang)
     publisher = publish(model)
     publisher.offer(0, model.named_parameters())
-    with pytest.raises(SyncFailed, match="version 0 is not in use after 0.05 s at g1"):
+    with pytest.raises(SyncFailed, match=r"version 0 is not in use after 0\.05 s at g1"):
         publisher.flush(0.05)
 
 

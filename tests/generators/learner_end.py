@@ -1,0 +1,134 @@
+"""A tiny Qwen2 with random weights, and a learner's end of weight sync for engines under test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from broker.local import LocalBroker
+from broker.messages import Frontier, Member, MemberState, Prompt, Publication, Rules, Split
+from generators.engine import Engine
+from weights_sync.config import WeightsSyncConfig
+from weights_sync.publisher import Publisher
+from weights_sync.staging import declare
+
+EOS = 1
+
+
+def qwen(tied: bool) -> Qwen2ForCausalLM:
+    """The learner's model: 2 layers, 64 wide, a vocabulary that vLLM pads, heads as small as vLLM takes on a CPU."""
+    torch.manual_seed(7)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=50,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=512,
+            initializer_range=0.1,
+            tie_word_embeddings=tied,
+            bos_token_id=2,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+    ).eval()
+
+
+def prompt(tokens: list[int], **fields: Any) -> Prompt:
+    """A prompt with one completion of up to 32 tokens unless told otherwise."""
+    given = {"n": 1, "temperature": 1.0, "max_tokens": 32, "seed": 5, **fields}
+    return Prompt(
+        item="0",
+        position=0,
+        epoch=0,
+        split=Split.TRAIN,
+        token_ids=np.array(tokens, np.int32),
+        text="",
+        reference="",
+        **given,
+    )
+
+
+@torch.no_grad()
+def logprobs(model: Any, prompt_ids: list[int], tokens: list[int], temperature: float) -> np.ndarray[Any, Any]:
+    """What the model in fp32 says of these tokens, from one pass without any cache."""
+    ids = torch.tensor([[*prompt_ids, *tokens]])
+    logits = model(ids).logits[0, len(prompt_ids) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt_ids) :, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt_ids: list[int], count: int) -> list[int]:
+    """The likeliest continuation, from passes without any cache."""
+    ids = list(prompt_ids)
+    while len(ids) < len(prompt_ids) + count:
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt_ids) :]
+
+
+class Learner:
+    """A model that changes, its publisher, and the member reports that a generator's loop would send."""
+
+    def __init__(self, model: Any, sync: WeightsSyncConfig) -> None:
+        rules = Rules(
+            max_staleness=1,
+            on_stale="mask",
+            groups_per_step=4,
+            max_attempts=3,
+            lease_timeout_s=60.0,
+            member_timeout_s=600.0,
+        )
+        self.model, self.version = model, -1
+        self.broker = LocalBroker()
+        self.broker.open_run(rules=rules, version=0, frontier=Frontier())
+        self._report(MemberState.SYNCING)
+        self._known = 0
+        self.publisher = Publisher(config=sync, connect=self.broker.client, declaration=declare(model), incarnation=0)
+
+    def step(self) -> None:
+        """Changes every weight a little."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+
+    async def publish(self, engine: Engine) -> None:
+        """Offers the model as the next version and takes it into use in the engine."""
+        self.version += 1
+        self.publisher.offer(self.version, self.model.named_parameters())
+        publication = await self.announced(self.version)
+        await engine.stage(publication, member_id="g1")
+        await engine.swap(publication)
+        self._report(MemberState.SERVING)
+        await asyncio.to_thread(self.publisher.flush, 20)
+
+    async def announced(self, version: int) -> Publication:
+        """The next publication of this version."""
+        while True:
+            wait = self.broker.client().publication
+            publication = await asyncio.to_thread(wait, after_attempt=self._known, wait_s=20.0)
+            assert publication is not None
+            self._known = publication.attempt
+            if publication.version == version:
+                return publication
+
+    def _report(self, state: MemberState) -> None:
+        self.broker.report(
+            Member(
+                member_id="g1",
+                role="generator",
+                state=state,
+                policy_version=self.version,
+                incarnation=0 if self.version >= 0 else -1,
+                host="127.0.0.1",
+                pid=os.getpid(),
+            )
+        )
