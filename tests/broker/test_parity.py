@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,20 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from broker.codec import encode
 from broker.config import BrokerConfig
 from broker.errors import BrokerError
 from broker.local import LocalBroker
-from broker.messages import Batch, Frontier, Group, Lease, Member, MemberState, Publication
+from broker.messages import Batch, Frontier, Group, Lease, Member, MemberState, Publication, Rules
 from broker.redis_backend import RedisBroker
 
 small = st.integers(0, 3)
@@ -40,21 +48,59 @@ class Twins(RuleBasedStateMachine):
         assert plain(results[0]) == plain(results[1])
         return None if isinstance(results[0], type) else results[0]
 
-    @rule(
-        back=small,
-        base=st.integers(0, 12),
-        beyond=st.sets(st.integers(0, 16), max_size=3),
-        on_stale=st.sampled_from(["mask", "drop"]),
-    )
-    def open_run(self, back: int, base: int, beyond: set[int], on_stale: str) -> None:
+    @initialize(eta=st.integers(0, 2), size=st.integers(1, 2), on_stale=st.sampled_from(["mask", "drop"]))
+    def start(self, eta: int, size: int, on_stale: str) -> None:
+        self.rules = self.make.rules(
+            max_staleness=eta,
+            on_stale=on_stale,
+            groups_per_step=size,
+            max_attempts=2,
+            lease_timeout_s=7.3,
+            member_timeout_s=4.1,
+        )
+        self.open(Frontier())
+        self.feed(12, 0)
+
+    def open(self, frontier: Frontier) -> None:
+        call = functools.partial(opening, rules=self.rules, version=self.version, frontier=frontier)
+        self.incarnation = self.both(call)
+
+    @rule(back=small, base=st.integers(0, 6), beyond=st.sets(st.integers(0, 16), max_size=3))
+    def restart(self, back: int, base: int, beyond: set[int]) -> None:
         self.version = max(0, self.version - back)
-        rules = self.make.rules(
-            on_stale=on_stale, groups_per_step=2, max_attempts=2, lease_timeout_s=7.3, member_timeout_s=4.1
-        )
-        frontier = Frontier(base=base if self.incarnation >= 0 else 0, beyond=tuple(sorted(beyond)))
-        self.incarnation = self.both(
-            lambda broker: broker.open_run(rules=rules, version=self.version, frontier=frontier)
-        )
+        self.open(Frontier(base=base, beyond=tuple(sorted(beyond))))
+        self.feed(2, 2)
+
+    @rule(data=st.data(), behind=st.integers(0, 1), count=st.integers(1, 4), who=st.sampled_from("ab"))
+    def generate(self, data: Any, behind: int, count: int, who: str) -> None:
+        """Leases some and does with each what a generator may do."""
+        known = len(self.leases)
+        self.lease(count, behind, False, who)
+        for lease in self.leases[known:]:
+            fate = data.draw(st.sampled_from(["answer", "answer", "mixed", "old", "fail", "keep"]))
+            runs = {
+                "answer": [(self.version, 2)],
+                "mixed": [(max(0, self.version - 1), 2), (self.version, 1)],
+                "old": [(max(0, self.version - 1), data.draw(st.integers(1, 3)))],
+            }
+            if fate in runs:
+                group = self.make.group(lease, runs[fate])
+                self.both(functools.partial(pushing, group=group))
+            elif fate == "fail":
+                self.both(functools.partial(releasing, lease_id=lease.lease_id, error="broke"))
+
+    @rule(save=st.booleans(), prefetch=st.booleans())
+    def step(self, save: bool, prefetch: bool) -> None:
+        """What a learner does in one step."""
+        self.take_batch(0)
+        if prefetch:
+            self.take_batch(1)
+        due = [batch for batch in self.batches if batch.version == self.version]
+        if due:
+            self.both(lambda broker: broker.trained(batch_id=due[-1].batch_id, version=self.version + 1))
+            self.version = max(self.local.state().version, 0)
+        if save:
+            self.both(lambda broker: broker.durable(version=self.version))
 
     @rule(count=st.integers(1, 6), back=small)
     def feed(self, count: int, back: int) -> None:
@@ -155,9 +201,10 @@ class Twins(RuleBasedStateMachine):
         )
         self.both(lambda broker: broker.publish(offer))
 
-    @rule()
-    def finish(self) -> None:
-        self.both(lambda broker: broker.finish("enough"))
+    @rule(really=st.integers(0, 9))
+    def finish(self, really: int) -> None:
+        if really == 0:
+            self.both(lambda broker: broker.finish("enough"))
 
     @rule(seconds=st.sampled_from([0.1, 1.7, 4.1, 7.3]))
     def advance(self, seconds: float) -> None:
@@ -173,6 +220,18 @@ class Twins(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.local.close()
         self.redis.close()
+
+
+def opening(broker: Any, *, rules: Rules, version: int, frontier: Frontier) -> Any:
+    return broker.open_run(rules=rules, version=version, frontier=frontier)
+
+
+def pushing(broker: Any, *, group: Group) -> Any:
+    return broker.push(group)
+
+
+def releasing(broker: Any, *, lease_id: str, error: str) -> Any:
+    return broker.release(lease_id=lease_id, error=error)
 
 
 def outcome(call: Callable[[Any], Any], broker: Any) -> Any:

@@ -57,8 +57,9 @@ def test_a_cancelled_answer_aborts_its_request() -> None:
     async def test() -> None:
         engine = Watched(hold_at=2)
         task = asyncio.create_task((await ready(engine)).answer(lease("mine")))
-        while engine.running.is_set():
-            await asyncio.sleep(0)
+        async with asyncio.timeout(5.0):
+            while engine.running.is_set():
+                await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task}, timeout=5.0)
         assert task.cancelled()
