@@ -79,7 +79,7 @@ class HfEngine:
     def load_weights(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Puts a whole version into use at once. Raises LayoutRefused with the old weights untouched."""
         staging = Staging.planned(self._declaration, wire_dtype=dtype_name(self._model.dtype))
-        staging.fill(tensors, tied=self._declaration.tied)
+        staging.fill(tensors)
         self._load(staging, version)
 
     def generate_now(self, prompt: Prompt, attempt: int) -> list[Sample]:
@@ -171,6 +171,8 @@ class HfEngine:
         with self._wake:
             self._closed = True
             self._wake.notify()
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close)
         if self._worker.is_alive():
             await asyncio.to_thread(self._worker.join, _JOIN_S)
 
@@ -223,13 +225,13 @@ class HfEngine:
         """Raises LayoutRefused unless the manifest is exactly what this model takes."""
         specs = {spec.name: spec for spec in self._declaration.specs}
         buffers = {spec.name for spec in self._declaration.specs if spec.buffer}
-        if dict(manifest.tied) != dict(self._declaration.tied):
-            raise LayoutRefused(f"tied in the learner: {dict(manifest.tied)}, here: {dict(self._declaration.tied)}")
         check_names(
             wanted=(specs.keys() - buffers) | (buffers & set(manifest.buffers)),
             got=[entry.name for entry in manifest.entries],
             who=f"this {type(self._model).__name__}",
         )
+        if dict(manifest.tied) != dict(self._declaration.tied):
+            raise LayoutRefused(f"tied in the learner: {dict(manifest.tied)}, here: {dict(self._declaration.tied)}")
         for entry in manifest.entries:
             check_shape(entry, specs[entry.name].shape)
 

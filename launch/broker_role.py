@@ -10,26 +10,19 @@ from pathlib import Path
 from broker.serve import serve
 from configs.show import without_password
 from launch.environment import enter, placed, ready_fd, url_file
-from launch.signals import on_stop
 
 
 def run(args: argparse.Namespace) -> int:
     """Serves; the url goes to the launcher, or to a file that only its owner can read."""
-    config = enter(args, "broker")
-    stop, codes = threading.Event(), [0]
-
-    def act(signum: int) -> None:
-        codes[0] = 128 + signum
-        # From a thread: the handler may have interrupted this very thread inside the event's own lock.
-        threading.Thread(target=stop.set).start()
-
-    on_stop(act)
+    config, watch = enter(args, "broker")
+    stop = threading.Event()
+    watch.act = lambda signum: stop.set()
     announced = url_file(config)
     try:
         serve(placed(config), ready=lambda url: _announce(url, announced), stop=stop)
     finally:
         announced.unlink(missing_ok=True)
-    return codes[0]
+    return 128 + watch.signum if watch.signum else 0
 
 
 def _announce(url: str, announced: Path) -> None:

@@ -15,7 +15,7 @@ from broker.lifetime import die_with
 from configs.load import ConfigError, load
 from configs.run import RunConfig
 from generators.vllm_env import vllm_environment
-from launch.signals import guard
+from launch.signals import SignalWatch
 
 BROKER_URL = "SLIPSTREAM_BROKER_URL"  # may hold a password: never in argv, where `ps` shows it to everyone
 PARENT = "SLIPSTREAM_PARENT"  # process id of the launcher; set: die with it
@@ -28,19 +28,21 @@ QUIET = {  # progress bars and warnings about other people's code; nothing that 
 STORE_FD = "SLIPSTREAM_STORE_FD"  # listening socket of the ranks' store, bound by the parent
 
 
-def enter(args: argparse.Namespace, role: str, *, parent_signal: signal.Signals = signal.SIGTERM) -> RunConfig:
-    """What every role does first: configuration, the leash to its parent, the deadline for stopping, logging."""
+def enter(
+    args: argparse.Namespace, role: str, *, parent_signal: signal.Signals = signal.SIGTERM
+) -> tuple[RunConfig, SignalWatch]:
+    """What every role does first: configuration, the leash to its parent, signals, logging."""
     config = load(args.config, args.overrides)
     if parent := os.environ.get(PARENT):
         die_with(int(parent), parent_signal)
-    guard(config.launch.stop_timeout_s)
+    watch = SignalWatch(config.launch.stop_timeout_s)
     logging.basicConfig(
         stream=sys.stderr,
         level=config.telemetry.log_level.upper(),
         format=f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s",
         force=True,
     )
-    return config
+    return config, watch
 
 
 def broker_url(args: argparse.Namespace, config: RunConfig) -> str:

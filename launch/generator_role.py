@@ -14,34 +14,32 @@ from broker.connect import connect
 from configs.run import RunConfig
 from generators.engine import Engine
 from launch import environment
-from launch.signals import on_stop, raise_stopped
+from launch.signals import SignalWatch
 from tasks.model import load_tokenizer, prepare_model
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 when the run has finished, 130 or 143 after a signal; errors end the process."""
-    config = environment.enter(args, args.id or "generator")
-    on_stop(raise_stopped)  # until the event loop is there to be asked nicely
+    config, watch = environment.enter(args, args.id or "generator")
     url = environment.broker_url(args, config)
     environment.apply(environment.engine_environment(config))
     member_id = args.id or f"{socket.gethostname()}-{os.getpid()}"
-    return asyncio.run(_generate(config, url, member_id))
+    return asyncio.run(_generate(config, url, member_id, watch))
 
 
-async def _generate(config: RunConfig, url: str, member_id: str) -> int:
+async def _generate(config: RunConfig, url: str, member_id: str, watch: SignalWatch) -> int:
     from generators.groups import decoder  # with the engine, what takes seconds to import
     from generators.loop import generate
     from generators.scoring import Scorer
 
-    stop, codes, loop = asyncio.Event(), [0], asyncio.get_running_loop()
-
-    def act(signum: int) -> None:
-        codes[0] = 128 + signum
-        loop.call_soon_threadsafe(stop.set)
-
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     model, broker_config = model_directory(config), environment.placed(config)
     engine = build_engine(config, model)
-    on_stop(act)
+
+    def leave(signum: int) -> None:
+        loop.call_soon_threadsafe(stop.set)
+
+    watch.act = leave
     await generate(
         broker=lambda: connect(broker_config, url),
         engine=engine,
@@ -54,11 +52,11 @@ async def _generate(config: RunConfig, url: str, member_id: str) -> int:
         stop=stop,
         eval_grace_s=min(10.0, config.weights_sync.sync_timeout_s / 2),
     )
-    if codes[0]:
+    if watch.signum:
         # It has left the run and everything is closed. An engine that was still loading sits in a thread, for which
         # the interpreter would wait longer than a stop may take.
         logging.shutdown()
-        os._exit(codes[0])
+        os._exit(128 + watch.signum)
     return 0
 
 

@@ -19,7 +19,6 @@ from broker.connect import connect
 from launch import environment
 from launch.children import Children
 from launch.generator_role import model_directory
-from launch.signals import on_stop, raise_stopped
 from tasks.model import load_tokenizer
 from tasks.prompts import PromptFeed
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(args: argparse.Namespace) -> int:
-    config = environment.enter(args, "learner")
+    config, _ = environment.enter(args, "learner")
     url = environment.broker_url(args, config)
     with (
         # Bound here and handed down: a port that is probed and bound later can be taken in between.
@@ -80,9 +79,9 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 def _rank(args: argparse.Namespace) -> int:
     rank = int(os.environ["RANK"])
-    # A rank has no children of its own and its checkpoints are complete or absent: SIGKILL is clean enough.
-    config = environment.enter(args, f"learner[{rank}]", parent_signal=signal.SIGKILL)
-    on_stop(raise_stopped)
+    # A rank has no children, its checkpoints are complete or absent, and its metrics are flushed line by line: it is as
+    # good after SIGKILL, and any other way out leads through collectives that wait for the other ranks.
+    config, _ = environment.enter(args, f"learner[{rank}]", parent_signal=signal.SIGKILL)
     url = environment.broker_url(args, config)
     environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device.partition(":")[0]})
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import

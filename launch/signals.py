@@ -1,7 +1,8 @@
 """What SIGINT, SIGTERM and SIGHUP mean to every process of a run: tear down, and be gone by a deadline.
 
-Python runs handlers on the main thread, between two bytecodes. A thread blocked in a collective runs none, so a
-guard of its own, woken through the signal's file descriptor, ends the process group when the deadline passes.
+Python runs its handlers on the main thread, between two bytecodes: a main thread that sits in a collective or in a
+poll runs none, and a signal just before the poll is not seen by it. So a thread of ours waits on the descriptor to
+which the interpreter writes each signal's number, and acts.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -24,50 +25,44 @@ class Stopped(BaseException):
         self.exit_code = 128 + signum
 
 
-def on_stop(act: Callable[[int], None]) -> None:
-    """Calls ``act(signum)`` on the main thread at the first signal; later ones do nothing, the guard is armed.
+def exit_at_once(signum: int) -> None:
+    """For a process with nothing to close: one that still imports, or is as good after SIGKILL."""
+    sys.stderr.flush()
+    os._exit(128 + signum)
 
+
+class SignalWatch:
+    """Calls ``act(signum)`` at the first signal, from a thread of its own; ``timeout_s`` later the process is killed.
+
+    ``act`` may be replaced as the process gets further; ``signum`` is 0 until the signal. Later signals do nothing.
     A signal that is ignored already (``nohup``) stays ignored.
     """
 
-    def handle(signum: int, frame: FrameType | None) -> None:
+    def __init__(self, timeout_s: float, act: Callable[[int], None] = exit_at_once) -> None:
+        self.act = act
+        self.signum = 0
+        self._timeout_s = timeout_s
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for each in HANDLED:
-            signal.signal(each, lambda *_: None)
-        act(signum)
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                signal.signal(each, lambda *_: None)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
-    for signum in HANDLED:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handle)
-
-
-def raise_stopped(signum: int) -> None:
-    """For ``on_stop`` in plain synchronous code: the main thread unwinds."""
-    raise Stopped(signum)
-
-
-def guard(timeout_s: float) -> None:
-    """Gives this process ``timeout_s`` from the first signal on; then it and its process group get SIGKILL.
-
-    Only a leader of its process group takes the group along: another one's group is not ours to kill.
-    """
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reader, writer, timeout_s), name="signal-guard", daemon=True).start()
-
-
-def _watch(reader: socket.socket, writer: socket.socket, timeout_s: float) -> None:
-    """Waits for a signal's number on ``reader``; holds ``writer``, which the interpreter knows only as a number."""
-    with reader, writer:
-        while (signum := reader.recv(1)) and signum[0] not in HANDLED:
+    def _watch(self) -> None:
+        """Waits for a signal, then for the deadline; both end the wait."""
+        while (signum := self._reader.recv(1)[0]) not in HANDLED:
             continue
-        deadline = threading.Timer(timeout_s, _end, args=(signum[0],))
+        deadline = threading.Timer(self._timeout_s, _end, args=(signum,))
         deadline.daemon = True
         deadline.start()
-        deadline.join()
+        self.signum = signum
+        self.act(signum)
 
 
 def _end(signum: int) -> None:
+    """Only a leader of its process group takes the group along: another one's group is not ours to kill."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(128 + signum)

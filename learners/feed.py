@@ -51,7 +51,9 @@ class BatchFeed:
         frontier: Frontier,
         total_steps: int,
         watchdog_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._connect, self._prompts, self._rules = connect, prompts, rules
         self._total_steps, self._watchdog_s = total_steps, watchdog_s
         self._broker = connect()
@@ -62,9 +64,9 @@ class BatchFeed:
         self._ahead = 0
         self._hand: Batch | None = None
         self._slot: Batch | None = None
-        self._failure: SlipstreamError | None = None
+        self._failure: BaseException | None = None
         self._lost = self._closed = False
-        self._moved, self._seen = time.monotonic(), (0, 0)
+        self._moved, self._seen = self._clock(), (0, 0)
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
 
@@ -81,7 +83,7 @@ class BatchFeed:
             if self._slot is not None:
                 assert self._slot.version == version, (self._slot.version, version)
                 self._hand, self._slot = self._slot, None
-                self._moved = time.monotonic()
+                self._moved = self._clock()
                 self._changed.notify_all()
                 return self._hand
             if self._failure is not None:
@@ -153,8 +155,8 @@ class BatchFeed:
         counts = state.counts
         seen = (counts.buffered + counts.training + counts.trained + counts.durable, state.version)
         if seen != self._seen:
-            self._seen, self._moved = seen, time.monotonic()
-        if time.monotonic() - self._moved > self._watchdog_s:
+            self._seen, self._moved = seen, self._clock()
+        if self._clock() - self._moved > self._watchdog_s:
             raise NoProgress(f"no group for launch.watchdog_s = {self._watchdog_s:g} s; {describe(state)}")
 
     # -- the feed's thread -------------------------------------------------------------------------------------
@@ -169,7 +171,7 @@ class BatchFeed:
             broker.close()
         except BrokerClosed:
             return
-        except SlipstreamError as error:
+        except BaseException as error:  # raised again by take, in the thread that can end the process
             self._tell(failure=error)
 
     def _next_version(self) -> int | None:
@@ -210,7 +212,7 @@ class BatchFeed:
             if len(prompts) < room:
                 self._source = None
 
-    def _tell(self, *, lost: bool = False, failure: SlipstreamError | None = None) -> None:
+    def _tell(self, *, lost: bool = False, failure: BaseException | None = None) -> None:
         with self._changed:
             self._lost, self._failure = self._lost or lost, self._failure or failure
             self._changed.notify_all()

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -295,13 +296,17 @@ def _deepspeed() -> Any:
 
 def _engine(model: nn.Module, config: LearnerConfig, *, local_rank: int) -> Any:
     """The DeepSpeed engine; torch.distributed is initialised already."""
-    # DeepSpeed reads these when it is imported and, LOCAL_SIZE, in every step: without it, it starts a process each
-    # time to count NUMA nodes. They are its own; nothing of ours reads them.
-    os.environ.setdefault("DS_ACCELERATOR", config.device)
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(config.ranks)))
+    os.environ |= {
+        "DS_ACCELERATOR": config.device,
+        "LOCAL_RANK": str(local_rank),
+        # Else DeepSpeed starts a process in every step to count NUMA nodes.
+        "LOCAL_SIZE": str(config.ranks),
+        # Nothing here is compiled; else decorators in an unused module of DeepSpeed import all of torch's compiler.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     deepspeed = _deepspeed()
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about names it calls
     # Its shared-memory collectives for CPU would be compiled for most of a minute; gloo's serve.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=config.backend, verbose=False)

@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 from broker.contract import Broker
 from broker.messages import Member, Publication
 from weights_sync.config import WeightsSyncConfig
+from weights_sync.control import ABANDONED, SENT, STAGED, Control, wait_here
 from weights_sync.errors import NoReceiver, SyncFailed
-from weights_sync.groups import Group, check_reachable, host_store, make_group
+from weights_sync.groups import Group, check_reachable, host_store, join_store, make_group
 from weights_sync.manifest import Manifest
 from weights_sync.members import STRIKES, Blame, MemberWatch, holds, key, live
-from weights_sync.receiver import ABANDONED, SENT, STAGED, settled_key, verdict_key
 from weights_sync.shelf import Shelf
 from weights_sync.staging import Declaration, Staging
 from weights_sync.transfer import send
@@ -61,6 +62,10 @@ class _Attempt:
     def ranks(self) -> Iterable[tuple[int, Member]]:
         return enumerate(self.members, start=1)
 
+    @property
+    def rank_numbers(self) -> range:
+        return range(1, len(self.members) + 1)
+
 
 class Publisher:
     """Sends policy versions to the generators, beside the learner's steps.
@@ -87,6 +92,7 @@ class Publisher:
         self._device = device if config.backend == "nccl" else "cpu"
         self._shelf = Shelf(declaration, wire_dtype=config.wire_dtype, device=self._device)
         self._store, self._address = host_store(config.host, config.port, config.sync_timeout_s)
+        self._control = Control(self._store)
         self._changed = threading.Condition()
         broker = connect()
         state = broker.state()
@@ -97,7 +103,7 @@ class Publisher:
         self._closed = False
         self._offered = -1
         self._current: tuple[Manifest, Staging] | None = None
-        self._group: tuple[tuple[tuple[str, int], ...], Group] | None = None
+        self._group: tuple[tuple[tuple[str, int], ...], TCPStore, Group] | None = None
         known = state.publication
         self._numbers = (known.attempt, known.epoch) if known else (0, 0)  # go on counting after a restart
         self._failed_in_a_row = 0
@@ -223,9 +229,13 @@ class Publisher:
             return
         began = time.monotonic()
         attempt = self._announce(broker, members)
-        threading.Thread(target=self._transfer, args=(attempt, *self._current), name="transfer", daemon=True).start()
+        transfer = threading.Thread(target=self._transfer, args=(attempt, *self._current), name="transfer", daemon=True)
+        transfer.start()
         failures = self._wait_sent(attempt)
-        self._store.set(verdict_key(attempt.publication.attempt), (ABANDONED if failures else SENT).decode())
+        attempt.over = bool(failures)
+        self._control.decide(attempt.publication.attempt, attempt.rank_numbers, ABANDONED if failures else SENT)
+        if self._closed:
+            transfer.join(timeout=_ANSWER_S)
         if not failures:
             failures = self._wait_in_use(attempt)
         else:
@@ -256,35 +266,37 @@ class Publisher:
             store=self._address,
             receivers=tuple(m.member_id for m in members),
         )
-        self._forget(number - 2, len(members))
+        self._control.forget(number - 2, range(1, len(members) + 1))
         broker.publish(publication)
         return _Attempt(publication=publication, members=members)
-
-    def _forget(self, number: int, ranks: int) -> None:
-        """Removes an old attempt's keys, so that the store does not grow with the run."""
-        self._store.delete_key(verdict_key(number))
-        for rank in range(1, ranks + 1):
-            self._store.delete_key(settled_key(number, rank))
 
     def _transfer(self, attempt: _Attempt, manifest: Manifest, staging: Staging) -> None:
         """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
         publication = attempt.publication
         try:
-            group = self._group[1] if self._group is not None else self._form(publication)
+            store, group = self._group[1:] if self._group else (self._joined(), None)
+            wait_here(store, publication.attempt, attempt.rank_numbers, self._config.sync_timeout_s)
+            if attempt.over:
+                return
+            group = group or self._form(publication, store)
             send(group, publication, manifest, staging, bucket_bytes=self._config.bucket_bytes)
             with self._changed:
                 attempt.sent = True
                 if not attempt.over:
-                    self._group = (tuple(key(m) for m in attempt.members), group)
+                    self._group = (tuple(key(m) for m in attempt.members), store, group)
         except (SyncFailed, RuntimeError, OSError, ValueError) as error:
             attempt.error = f"rank 0, version {publication.version}: {error}"
         with self._changed:
             self._changed.notify_all()
 
-    def _form(self, publication: Publication) -> Group:
+    def _joined(self) -> TCPStore:
+        """A client of our own store for one transfer thread, which waits in it."""
+        return join_store(self._address, self._config.sync_timeout_s)
+
+    def _form(self, publication: Publication, store: TCPStore) -> Group:
         return make_group(
             backend=self._config.backend,
-            store=self._store,
+            store=store,
             prefix=f"epoch{publication.epoch}",
             rank=0,
             size=len(publication.receivers) + 1,
@@ -327,15 +339,11 @@ class Publisher:
 
     def _failures(self, attempt: _Attempt) -> dict[int, str]:
         """Receivers that have settled with an error or are gone, by rank; caller holds the lock."""
+        answers = self._control.settled(attempt.publication.attempt, attempt.rank_numbers)
+        failures = {rank: answer for rank, answer in answers.items() if answer != STAGED}
         alive = {key(m) for m in live(self._members)}
-        failures = {}
-        for rank, member in attempt.ranks():
-            settled = settled_key(attempt.publication.attempt, rank)
-            if self._store.check([settled]) and (answer := self._store.get(settled).decode()) != STAGED:
-                failures[rank] = answer
-            elif key(member) not in alive:
-                failures[rank] = "is gone"
-        return failures
+        gone = {rank: "is gone" for rank, member in attempt.ranks() if key(member) not in alive}
+        return gone | failures
 
     def _blame_silent(self, attempt: _Attempt, failures: dict[int, str]) -> None:
         """After a verdict of abandoned every living receiver answers at once; one that does not is stuck."""
@@ -344,11 +352,8 @@ class Publisher:
         with self._changed:
             while True:
                 alive = {key(m) for m in live(self._members)}
-                silent = [
-                    rank
-                    for rank, member in attempt.ranks()
-                    if key(member) in alive and not self._store.check([settled_key(number, rank)])
-                ]
+                answered = self._control.settled(number, attempt.rank_numbers)
+                silent = [rank for rank, member in attempt.ranks() if key(member) in alive and rank not in answered]
                 if not silent or time.monotonic() > deadline or self._closed:
                     break
                 self._changed.wait(_SLICE_S)

@@ -21,6 +21,7 @@ from torch.distributed import DistStoreError
 
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
+from weights_sync.control import ABANDONED, STAGED, here_key, settled_key, verdict_key
 from weights_sync.errors import SyncFailed
 from weights_sync.groups import Group, join_store, make_group, route_to
 from weights_sync.manifest import Manifest
@@ -28,19 +29,6 @@ from weights_sync.staging import Staging
 from weights_sync.transfer import receive
 
 log = logging.getLogger(__name__)
-
-SENT, ABANDONED = b"sent", b"abandoned"
-STAGED = "ok"
-
-
-def verdict_key(attempt: int) -> str:
-    """Where the learner says how an attempt ended for it."""
-    return f"verdict/{attempt}"
-
-
-def settled_key(attempt: int, rank: int) -> str:
-    """Where receiver ``rank`` says how an attempt ended for it: STAGED or the error."""
-    return f"settled/{attempt}/{rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +73,7 @@ class Receiver:
         self._staged: tuple[int, Staged] | None = None
         self._store: tuple[str, TCPStore] | None = None
         self._group: tuple[str, int, Group] | None = None
+        self._latest: _Attempt | None = None
 
     def receive(self, publication: Publication) -> None:
         """Starts receiving and returns at once; an earlier attempt still under way is superseded."""
@@ -92,7 +81,7 @@ class Receiver:
             rank = publication.receivers.index(self._member_id) + 1
         except ValueError:
             raise SyncFailed(f"{self._member_id} is not among the receivers {publication.receivers}") from None
-        attempt = _Attempt(publication=publication, rank=rank)
+        attempt = self._latest = _Attempt(publication=publication, rank=rank)
         name = f"receive-{publication.attempt}"
         threading.Thread(target=self._run, args=(attempt,), name=name, daemon=True).start()
 
@@ -104,20 +93,33 @@ class Receiver:
             raise SyncFailed(f"attempt {attempt} is not staged")
         return staged[1]
 
-    def _run(self, attempt: _Attempt) -> None:
+    def close(self) -> None:
+        """Leaves an attempt under way, so that none of our threads is waiting for the learner at the process's end."""
+        attempt = self._latest
+        if attempt is None or attempt.ended.is_set():
+            return
+        attempt.ended.set()
         try:
-            staged = self._transfer(attempt)
-        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
-            # Anything torch or the resolver raises: the owner of the engine decides, not this thread.
-            self._settle(attempt, None, f"{type(error).__name__}: {error}")
-        else:
-            self._settle(attempt, staged, "")
+            own = verdict_key(attempt.publication.attempt, attempt.rank)
+            join_store(attempt.publication.store, 1.0).set(own, ABANDONED)
+        except (SyncFailed, RuntimeError) as error:
+            log.debug("the learner's store is gone as well: %s", error)
 
-    def _transfer(self, attempt: _Attempt) -> Staged:
+    def _run(self, attempt: _Attempt) -> None:
+        """[thread] Anything that torch or the resolver raises settles the attempt: the engine's owner decides."""
+        store = None
+        try:
+            store = self._joined(attempt.publication.store)
+            threading.Thread(target=self._watch, args=(attempt,), name="verdict", daemon=True).start()
+            staged = self._transfer(attempt, store)
+        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
+            self._settle(attempt, store, error=f"{type(error).__name__}: {error}")
+        else:
+            self._settle(attempt, store, staged=staged)
+
+    def _transfer(self, attempt: _Attempt, store: TCPStore) -> Staged:
         publication = attempt.publication
-        store = self._joined(publication.store)
-        watch = threading.Thread(target=self._watch, args=(attempt,), name="verdict", daemon=True)
-        watch.start()
+        store.set(here_key(publication.attempt, attempt.rank), "1")
         manifest, staging = receive(self._group_for(attempt, store), publication)
         self._check(manifest)
         staging.verify(manifest)
@@ -147,23 +149,27 @@ class Receiver:
         return self._group[2]
 
     def _watch(self, attempt: _Attempt) -> None:
-        """Waits for the learner's verdict; woken by it, by the learner's death, or by the end of the attempt."""
+        """[thread] Waits for the learner's verdict; woken by it, by the learner's death, or by ``close``."""
         publication = attempt.publication
+        store = None
         try:
             store = join_store(publication.store, self._config.sync_timeout_s)
-            key = verdict_key(publication.attempt)
+            key = verdict_key(publication.attempt, attempt.rank)
             while not attempt.ended.is_set():
                 try:
                     store.wait([key], timedelta(seconds=self._config.sync_timeout_s))
                 except DistStoreError:
                     continue  # each bucket has its own deadline; the whole may take longer
-                if store.get(key) == ABANDONED:
-                    self._settle(attempt, None, f"attempt {publication.attempt} was abandoned by the learner")
+                if store.get(key).decode() == ABANDONED:
+                    self._settle(attempt, store, error="abandoned by the learner")
                 return
         except (SyncFailed, RuntimeError) as error:
-            self._settle(attempt, None, f"the learner's store is gone: {error}")
+            self._settle(attempt, store, error=f"the learner's store is gone: {error}")
 
-    def _settle(self, attempt: _Attempt, staged: Staged | None, error: str) -> None:
+    def _settle(
+        self, attempt: _Attempt, store: TCPStore | None, *, staged: Staged | None = None, error: str = ""
+    ) -> None:
+        """Ends an attempt, once. After a failure group and store are left to whatever thread still waits in them."""
         number = attempt.publication.attempt
         with self._lock:
             if attempt.ended.is_set():
@@ -172,11 +178,10 @@ class Receiver:
             if staged is not None:
                 self._staged = (number, staged)
             else:
-                self._group = None  # the learner forms a new one after any failure
+                self._group = self._store = None
         try:
-            if self._store is not None:
-                self._store[1].set(settled_key(number, attempt.rank), error or STAGED)
+            if store is not None:
+                store.set(settled_key(number, attempt.rank), error or STAGED)
         except RuntimeError as lost:
-            self._store = None
             log.warning("cannot tell the learner how attempt %d ended: %s", number, lost)
         self._on_settled(number, error)

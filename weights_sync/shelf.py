@@ -38,7 +38,7 @@ class Shelf:
         """
         with self._lock:
             self._waiting, target = None, self._behind
-        target.fill(tensors, tied=self.declaration.tied)
+        target.fill(tensors)
         with self._lock:
             self._waiting = version
 

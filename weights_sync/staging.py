@@ -78,17 +78,15 @@ class Staging:
         """Staging for everything a model declares."""
         return cls(plan(declaration.specs, wire_dtype=wire_dtype, tied=declaration.tied), device=device)
 
-    def fill(self, tensors: Iterable[tuple[str, Tensor]], *, tied: Mapping[str, str]) -> None:
-        """Copies a complete version in, converting to the wire type; aliases of tied tensors are passed over.
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies a complete version in, converting to the wire type; a tied tensor comes once, under its first name.
 
-        Raises LayoutRefused for an unknown, missing or doubled name and for anything but the declared shape.
+        Raises LayoutRefused for an unknown or missing name and for anything but the declared shape.
         """
         by_name = {entry.name: entry for entry in self.entries}
         seen: list[str] = []
         with torch.no_grad():
             for name, tensor in tensors:
-                if name in tied:
-                    continue
                 seen.append(name)
                 if name in by_name:
                     check_shape(by_name[name], tuple(tensor.shape))

@@ -127,7 +127,9 @@ class SlipstreamTransfer(WeightTransferEngine[StageRequest, LoadRequest]):  # ty
         """Nothing: everything is in place."""
 
     def shutdown(self) -> None:
-        """Nothing to release: the receiver's threads end with the process."""
+        """Leaves a transfer under way."""
+        if self._receiver is not None:
+            self._receiver.close()
 
     def _check(self, manifest: Manifest) -> None:
         if self._layout is not None and manifest.layout() == self._layout:
@@ -211,8 +213,13 @@ def verify(model: nn.Module, staged: Staged, *, whole: bool) -> None:
         if not whole and live.shape != view.shape:
             continue
         # The engine's type is the narrower one unless a bf16 wire feeds an fp32 engine, which is exact.
-        if live.shape != view.shape or not torch.equal(live, view.to(device=live.device, dtype=live.dtype)):
+        if live.shape != view.shape or not _same_bytes(live, view.to(device=live.device, dtype=live.dtype)):
             raise SyncFailed(f"version {staged.manifest.version}: {name} in the engine is not what was sent")
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Bytes, not numbers: a NaN that was sent must not look like a broken load."""
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _live_parts(model: nn.Module, views: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

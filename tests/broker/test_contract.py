@@ -148,6 +148,17 @@ def test_groups_that_lose_most_at_the_next_version_go_first(hub: Any, make: Any)
     assert items(broker.take_batch(version=5, wait_s=0)) == ["3", "1"]
 
 
+def test_admission_looks_past_the_batches_that_are_out(hub: Any, make: Any) -> None:
+    broker = hub.client()
+    broker.open_run(rules=make.rules(), version=1, frontier=Frontier())
+    broker.feed(make.prompts(range(8)))
+    for one in lease(broker, 0, n=2):
+        broker.push(make.group(one, ((0, 4),)))
+    assert items(broker.take_batch(version=1, wait_s=0)) == ["0", "1"]
+    assert lease(broker, 0) == (), "its tokens could not be trained by the batch after this one"
+    assert len(lease(broker, 1)) == 1
+
+
 @pytest.mark.parametrize(("on_stale", "event"), [("mask", "stale"), ("drop", "dropped")])
 def test_a_stale_group_is_counted_and_its_prompt_issued_again_without_costing_an_attempt(
     hub: Any, make: Any, on_stale: str, event: str
@@ -331,6 +342,28 @@ def test_groups_begun_before_the_restart_count_unless_the_abandoned_policy_sampl
     assert broker.push(make.group(mixed, ((0, 2), (1, 2)))) is PushOutcome.ABANDONED
     assert items(broker.take_batch(version=0, wait_s=0)) == ["2", "0"]
     assert [one.prompt.item for one in lease(broker, 0, incarnation=1, n=9)] == ["1", "3", "4", "5"]
+
+
+def test_a_group_that_names_the_new_incarnation_is_judged_by_the_one_it_was_leased_under(
+    opened: Broker, make: Any
+) -> None:
+    opened.feed(make.prompts([0]))
+    (begun,) = lease(opened)
+    opened.open_run(rules=make.rules(), version=0, frontier=Frontier())
+    mixed = make.group(begun, ((0, 2), (1, 2)), incarnation=1)
+    assert opened.push(mixed) is PushOutcome.ABANDONED
+    assert opened.state().counts.events == {"abandoned": 1}
+
+
+def test_an_ended_item_is_told_again_when_the_step_that_told_of_it_is_lost(opened: Broker, make: Any) -> None:
+    opened.feed(make.prompts(range(3)))
+    for _ in range(3):
+        opened.release(lease_id=lease(opened)[0].lease_id, error="broke")
+    first = train(opened, make, 0)
+    opened.open_run(rules=make.rules(), version=0, frontier=Frontier())
+    again = train(opened, make, 0, incarnation=1)
+    assert [one.item for one in first.ended] == [one.item for one in again.ended] == ["0"]
+    assert opened.state().counts.dead == {"broke": 1}
 
 
 def test_batches_out_are_queued_again_when_a_learner_restarts(opened: Broker, make: Any) -> None:

@@ -59,7 +59,7 @@ class Twins(RuleBasedStateMachine):
             member_timeout_s=4.1,
         )
         self.open(Frontier())
-        self.feed(12, 0)
+        self.feed(30, 0)
 
     def open(self, frontier: Frontier) -> None:
         call = functools.partial(opening, rules=self.rules, version=self.version, frontier=frontier)
@@ -71,13 +71,13 @@ class Twins(RuleBasedStateMachine):
         self.open(Frontier(base=base, beyond=tuple(sorted(beyond))))
         self.feed(2, 2)
 
-    @rule(data=st.data(), behind=st.integers(0, 1), count=st.integers(1, 4), who=st.sampled_from("ab"))
+    @rule(data=st.data(), behind=st.integers(0, 1), count=st.integers(1, 6), who=st.sampled_from("ab"))
     def generate(self, data: Any, behind: int, count: int, who: str) -> None:
         """Leases some and does with each what a generator may do."""
         known = len(self.leases)
         self.lease(count, behind, False, who)
         for lease in self.leases[known:]:
-            fate = data.draw(st.sampled_from(["answer", "answer", "mixed", "old", "fail", "keep"]))
+            fate = data.draw(st.sampled_from(["answer", "answer", "answer", "mixed", "old", "old", "fail", "keep"]))
             runs = {
                 "answer": [(self.version, 2)],
                 "mixed": [(max(0, self.version - 1), 2), (self.version, 1)],
@@ -129,13 +129,12 @@ class Twins(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(
         data=st.data(),
-        runs=st.lists(st.tuples(st.integers(0, 6), st.integers(1, 3)), max_size=2),
-        old=st.booleans(),
+        runs=st.lists(st.tuples(st.integers(-2, 3), st.integers(1, 3)), max_size=2),
         again=st.booleans(),
     )
-    def push(self, data: Any, runs: list[tuple[int, int]], old: bool, again: bool) -> None:
+    def push(self, data: Any, runs: list[tuple[int, int]], again: bool) -> None:
         lease = data.draw(st.sampled_from(self.leases))
-        near = [(max(0, self.version - delta), count) for delta, count in runs] if not old else runs
+        near = [(max(0, self.version - delta), count) for delta, count in runs]
         group = self.make.group(lease, near, incarnation=max(lease.incarnation, self.incarnation - again))
         self.both(lambda broker: broker.push(group))
 
@@ -187,6 +186,10 @@ class Twins(RuleBasedStateMachine):
             error=error,
         )
         self.both(lambda broker: broker.report(member))
+
+    @rule(who=st.sampled_from("ab"), error=st.sampled_from(["", "lost its device"]))
+    def leave(self, who: str, error: str) -> None:
+        self.report(who, MemberState.GONE, error, 0)
 
     @rule(step=st.integers(0, 1), foreign=st.booleans())
     def publish(self, step: int, foreign: bool) -> None:
@@ -254,7 +257,7 @@ def test_the_lua_ledger_does_what_the_python_ledger_does(redis_server: Any, make
         lambda: Twins(redis_server.url, make),
         settings=settings(
             max_examples=100,
-            stateful_step_count=30,
+            stateful_step_count=25,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),

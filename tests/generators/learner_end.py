@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
@@ -14,10 +15,12 @@ from broker.local import LocalBroker
 from broker.messages import Frontier, Member, MemberState, Prompt, Publication, Rules, Split
 from generators.engine import Engine
 from weights_sync.config import WeightsSyncConfig
+from weights_sync.errors import SyncFailed
 from weights_sync.publisher import Publisher
 from weights_sync.staging import declare
 
 EOS = 1
+torch.set_num_threads(1)  # the engine under test has the other core
 
 
 def qwen(tied: bool) -> Qwen2ForCausalLM:
@@ -65,14 +68,13 @@ def logprobs(model: Any, prompt_ids: list[int], tokens: list[int], temperature: 
 
 
 @torch.no_grad()
-def greedy(model: Any, prompt_ids: list[int], count: int) -> list[int]:
-    """The likeliest continuation, from passes without any cache."""
-    ids = list(prompt_ids)
-    while len(ids) < len(prompt_ids) + count:
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-        if ids[-1] == EOS:
-            break
-    return ids[len(prompt_ids) :]
+def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The likeliest continuations of prompts of one length, from passes without any cache."""
+    ids = torch.tensor(prompts)
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    answers = ids[:, len(prompts[0]) :].tolist()
+    return [answer[: answer.index(EOS) + 1] if EOS in answer else answer for answer in answers]
 
 
 class Learner:
@@ -104,11 +106,19 @@ class Learner:
         """Offers the model as the next version and takes it into use in the engine."""
         self.version += 1
         self.publisher.offer(self.version, self.model.named_parameters())
-        publication = await self.announced(self.version)
-        await engine.stage(publication, member_id="g1")
+        publication = await self._staged(engine)
         await engine.swap(publication)
         self._report(MemberState.SERVING)
         await asyncio.to_thread(self.publisher.flush, 20)
+
+    async def _staged(self, engine: Engine) -> Publication:
+        """Stages as a generator's loop does: an attempt that fails is followed by another."""
+        for _ in range(3):
+            publication = await self.announced(self.version)
+            with contextlib.suppress(SyncFailed):
+                await engine.stage(publication, member_id="g1")
+                return publication
+        raise SyncFailed(f"version {self.version} was not staged in three attempts")
 
     async def announced(self, version: int) -> Publication:
         """The next publication of this version."""

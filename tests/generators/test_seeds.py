@@ -13,4 +13,4 @@ def test_neighbouring_prompts_and_attempts_get_seeds_far_apart(seed: int, attemp
 
 
 def test_a_seed_does_not_change_from_run_to_run() -> None:
-    assert sampling_seed(0, 1) == 3424217292646889436
+    assert sampling_seed(0, 1) == 853735418271388390

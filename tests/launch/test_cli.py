@@ -44,7 +44,8 @@ def test_the_version_is_the_packages() -> None:
 
 
 def test_config_show_prints_what_would_run_and_the_derived_numbers() -> None:
-    done = slipstream("config", "show", "rollout.groups_per_step=4", "-c", "quickstart", "learner.optim.lr=2e-5")
+    settings = ["rollout.groups_per_step=4", "-c", "quickstart", "rollout.completions_per_group=8"]
+    done = slipstream("config", "show", *settings, "learner.optim.lr=2e-5")
     assert done.returncode == 0
     assert "# samples a step: 32 = 4 groups x 8 completions" in done.stdout
     assert "lr: 2e-05" in done.stdout

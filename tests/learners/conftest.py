@@ -69,7 +69,8 @@ def run_ranks(model_dir: Path) -> Callable[..., None]:
         finally:
             for rank in ranks:
                 rank.kill()
-        failed = [f"rank {i}:\n{out}" for i, (rank, out) in enumerate(zip(ranks, outputs, strict=True)) if rank.returncode]
+        ended = zip(ranks, outputs, strict=True)
+        failed = [f"rank {i}:\n{output}" for i, (rank, output) in enumerate(ended) if rank.returncode]
         assert not failed, "\n".join(failed)
 
     return run

@@ -74,7 +74,10 @@ def test_the_loss_is_the_published_formula(kind: str, seed: int) -> None:
     advantage, mask, spread = rng.normal(size=4), rng.integers(0, 2, (4, 5)), rng.uniform(0, 2, (4, 5))
     mask[0, 0] = 1
     algorithm = AlgorithmConfig(
-        clip_low=0.2, clip_high=0.28, entropy_coef=0.01, correction=CorrectionConfig(kind=kind, cap=1.5)  # type: ignore[arg-type]
+        clip_low=0.2,
+        clip_high=0.28,
+        entropy_coef=0.01,
+        correction=CorrectionConfig(kind=kind, cap=1.5),  # type: ignore[arg-type]
     )
     total = 0.0
     for b, t in zip(*np.nonzero(mask), strict=True):

@@ -20,9 +20,7 @@ def masks(batch: Batch) -> list[list[int]]:
 
 def test_tokens_older_than_the_bound_are_context_only_and_are_counted(make: dict[str, Callable[..., Any]]) -> None:
     group = make["group"]([make["completion"]([1, 1, 3, 4]), make["completion"]([4, 4])])
-    bounded, staleness = apply_bound(
-        make["batch"]([group], version=5), version=5, max_staleness=2, on_stale="mask"
-    )
+    bounded, staleness = apply_bound(make["batch"]([group], version=5), version=5, max_staleness=2, on_stale="mask")
     assert masks(bounded) == [[0, 0, 1, 1], [1, 1]]
     assert (staleness.tokens, staleness.masked, staleness.oldest) == (4, 2, 2)
     assert staleness.masked_share == pytest.approx(1 / 3)

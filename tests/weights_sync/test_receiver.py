@@ -7,10 +7,11 @@ import torch
 
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
+from weights_sync.control import ABANDONED, STAGED, settled_key, verdict_key
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import host_store, make_group
 from weights_sync.manifest import Manifest, TensorSpec
-from weights_sync.receiver import ABANDONED, STAGED, Receiver, settled_key, verdict_key
+from weights_sync.receiver import Receiver
 from weights_sync.staging import Declaration, Staging
 from weights_sync.transfer import send
 
@@ -32,7 +33,7 @@ class Root:
 
     def staging(self, value: float) -> Staging:
         staging = Staging.planned(DECLARATION, wire_dtype="float32")
-        staging.fill([("a", torch.full((40, 40), value)), ("b", torch.full((3,), value))], tied={})
+        staging.fill([("a", torch.full((40, 40), value)), ("b", torch.full((3,), value))])
         return staging
 
     def form(self) -> None:
@@ -125,7 +126,7 @@ def test_an_abandoned_attempt_settles_long_before_its_operation_times_out(root: 
     receiver, settled = receiver_of()
     receiver.receive(root.publication(1, 5))
     root.form()  # the receiver now waits for a header that will not come
-    root.store.set(verdict_key(1), ABANDONED.decode())
+    root.store.set(verdict_key(1, 1), ABANDONED)
     attempt, error = settled.get(timeout=CONFIG.sync_timeout_s / 4)
     assert attempt == 1 and "abandoned by the learner" in error
 

@@ -31,7 +31,7 @@ def test_a_staged_version_reads_back_in_the_wire_type() -> None:
     declaration = Declaration(specs=(TensorSpec(name="a", shape=(3, 5)), TensorSpec(name="b", shape=())), tied={})
     staging = Staging.planned(declaration, wire_dtype="bfloat16")
     a, b = torch.randn(3, 5), torch.tensor(1.5)
-    staging.fill([("a", a), ("b", b)], tied={})
+    staging.fill([("a", a), ("b", b)])
     assert torch.equal(staging.views["a"], a.bfloat16()) and torch.equal(staging.views["b"], b.bfloat16())
 
 
@@ -39,7 +39,7 @@ def test_c10_one_changed_byte_is_found_by_its_digest() -> None:
     model = nn.Linear(8, 8)
     declaration = declare(model)
     staging = Staging.planned(declaration, wire_dtype="float32")
-    staging.fill(model.named_parameters(), tied={})
+    staging.fill(model.named_parameters())
     manifest = staging.sealed(version=1, incarnation=0, declaration=declaration)
     staging.verify(manifest)
     staging.buffer[manifest.entries[1].offset] ^= 1
@@ -55,14 +55,14 @@ def test_c4_a_partitioned_parameter_is_declared_whole_and_refused_while_it_is_a_
     assert declaration.specs[0].shape == (4, 4)
     staging = Staging.planned(declaration, wire_dtype="float32")
     with pytest.raises(LayoutRefused, match=r"weight: got shape \(0,\), declared \(4, 4\); gather"):
-        staging.fill(model.named_parameters(), tied={})
+        staging.fill(model.named_parameters())
 
 
 def test_an_incomplete_version_is_refused_with_the_missing_name() -> None:
     model = nn.Linear(4, 4)
     staging = Staging.planned(declare(model), wire_dtype="float32")
     with pytest.raises(LayoutRefused, match="missing: bias"):
-        staging.fill([("weight", model.weight)], tied={})
+        staging.fill([("weight", model.weight)])
 
 
 def test_c11_persistent_buffers_are_declared_and_others_left_alone() -> None:

@@ -1,0 +1,44 @@
+"""``slipstream doctor`` on this machine, and on one that is not well."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.parity import Parity, ParityError
+
+
+def doctor(tmp_path: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "launch.cli", "doctor", f"output_dir={tmp_path}", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.slow
+def test_a_healthy_machine_passes_every_check_with_real_weights_through_a_real_engine(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "generator.engine=vllm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "passed 7/7"
+    assert "vllm and the learner's model agree" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_fix_of_everything_that_is_wrong_is_named(tmp_path: Path) -> None:
+    wrong = ["task.prompts=tasks.digit:prompts", "broker.url=tcp://127.0.0.1:9", "broker.reconnect_timeout_s=0.5"]
+    done = doctor(tmp_path, *wrong, "model.path=/nowhere", "generator.engine=transformers")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "passed 3/7"
+    for part in ("did you mean 'tasks.digits'?", "fix: set task.prompts", "fix: set broker.url", "fix: set model.path"):
+        assert part in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_differences_beyond_rounding_are_refused() -> None:
+    Parity(tokens=10, largest=1e-4, mean=1e-5).check("float32")
+    Parity(tokens=10, largest=0.2, mean=0.05).check("bfloat16")
+    with pytest.raises(ParityError, match="differ by up to 0.81 nats"):
+        Parity(tokens=10, largest=0.81, mean=0.01).check("float32")
+    with pytest.raises(ParityError, match="on average"):
+        Parity(tokens=10, largest=0.2, mean=0.2).check("bfloat16")
+    with pytest.raises(ParityError):
+        Parity(tokens=10, largest=float("nan"), mean=float("nan")).check("float32")

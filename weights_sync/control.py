@@ -1,0 +1,73 @@
+"""The few words that learner and receivers exchange about an attempt, as keys in the learner's store.
+
+    receiver: here -> (transfer) -> settled            learner: (all here) -> transfer -> verdict
+
+A store's client serves one call at a time, waiting calls included: who waits in one must not share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistStoreError
+
+from weights_sync.errors import SyncFailed
+
+SENT, ABANDONED = "sent", "abandoned"  # verdicts
+STAGED = "ok"  # what a receiver settles with; anything else is its error
+
+
+def here_key(attempt: int, rank: int) -> str:
+    """Set when receiver ``rank`` is ready to take part: nobody enters a collective that someone is missing from."""
+    return f"here/{attempt}/{rank}"
+
+
+def verdict_key(attempt: int, rank: int) -> str:
+    """Where receiver ``rank`` learns how the attempt ended for the learner."""
+    return f"verdict/{attempt}/{rank}"
+
+
+def settled_key(attempt: int, rank: int) -> str:
+    """Where receiver ``rank`` says how the attempt ended for it."""
+    return f"settled/{attempt}/{rank}"
+
+
+def wait_here(store: TCPStore, attempt: int, ranks: Sequence[int], timeout_s: float) -> None:
+    """Waits until all receivers are there. Raises SyncFailed naming the ranks that are not."""
+    try:
+        store.wait([here_key(attempt, rank) for rank in ranks], timedelta(seconds=timeout_s))
+    except DistStoreError:
+        missing = [str(rank) for rank in ranks if not store.check([here_key(attempt, rank)])]
+        raise SyncFailed(
+            f"rank {', '.join(missing)} did not come (deadline: weights_sync.sync_timeout_s = {timeout_s:g})"
+        ) from None
+
+
+class Control:
+    """The learner's side, over a client that never waits."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+
+    def decide(self, attempt: int, ranks: Iterable[int], verdict: str) -> None:
+        """Tells every receiver; an abandoned attempt also releases whoever waits for receivers to come."""
+        for rank in ranks:
+            self._store.set(verdict_key(attempt, rank), verdict)
+            if verdict == ABANDONED:
+                self._store.set(here_key(attempt, rank), "")
+
+    def settled(self, attempt: int, ranks: Iterable[int]) -> dict[int, str]:
+        """What each receiver that has settled said."""
+        return {
+            rank: self._store.get(settled_key(attempt, rank)).decode()
+            for rank in ranks
+            if self._store.check([settled_key(attempt, rank)])
+        }
+
+    def forget(self, attempt: int, ranks: Iterable[int]) -> None:
+        """Removes an old attempt's keys, so that the store does not grow with the run."""
+        for rank in ranks:
+            for key in (here_key(attempt, rank), verdict_key(attempt, rank), settled_key(attempt, rank)):
+                self._store.delete_key(key)
