@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-RUN ?= outputs/slipstream/quickstart
+GSM8K ?= data/gsm8k
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test check real lint clean clean-venv
@@ -10,8 +10,9 @@ export HF_HUB_OFFLINE ?= 1
 demo: $(VENV)/.ready  ## a whole asynchronous run on this CPU, a few minutes
 	$(BIN)/slipstream up -c configs/quickstart.yaml learner.checkpoint.resume=never $(ARGS)
 
-real: $(VENV)/.ready  ## a real model on a real task, a quarter of an hour on two cores
-	$(BIN)/slipstream up -c configs/smollm2_gsm8k_cpu.yaml learner.checkpoint.resume=never $(ARGS)
+real: $(VENV)/.ready  ## a real model on a real task, a quarter of an hour on two cores; GSM8K=<its directory>
+	$(BIN)/slipstream up -c configs/smollm2_gsm8k_cpu.yaml learner.checkpoint.resume=never \
+	  task.options.path=$(GSM8K) $(ARGS)
 
 test: $(VENV)/.ready  ## every test that runs without a GPU
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)

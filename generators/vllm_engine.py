@@ -79,7 +79,11 @@ class VllmEngine:
         self._engine = await asyncio.to_thread(AsyncLLM.from_engine_args, self._engine_args())
 
     async def generate(self, prompt: Prompt, *, request_id: str, attempt: int) -> Sequence[Sample]:
-        """Samples ``prompt.n`` completions; those that vLLM itself failed are missing from the answer."""
+        """Samples ``prompt.n`` completions; those that vLLM itself failed are missing from the answer.
+
+        Raises EngineDead, or NonFiniteLogits: then the engine is to be replaced, because blocks of its cache keep the
+        NaN and spoil later answers, whatever the weights.
+        """
         tokens: dict[str, Any] = {"prompt_token_ids": prompt.token_ids.tolist()}
         # Cached blocks of another version's keys and values must not serve this prompt.
         tokens["cache_salt"] = f"v{self._loads}"

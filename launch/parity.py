@@ -61,6 +61,7 @@ def measure(config: RunConfig, model_path: str, engine: Engine, broker: Callable
         model_path, dtype=dtype, attn_implementation=config.model.attention
     ).to(config.learner.device)
     model.eval()
+    _round(model, getattr(torch, config.weights_sync.wire_dtype))
     prompt = _prompt(config, model.config.vocab_size)
     samples = asyncio.run(_sampled(config, model, engine, broker, prompt))
     ours = [_logprobs(model, prompt, sample) for sample in samples]
@@ -118,6 +119,13 @@ async def _sampled(
         await engine.close()
         learner.close()
         generator.close()
+
+
+@torch.no_grad()
+def _round(model: torch.nn.Module, wire_dtype: torch.dtype) -> None:
+    """Makes the weights what they are after the wire: what is lost there is a choice, not a difference of engines."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(wire_dtype))
 
 
 def _rules(config: RunConfig) -> Rules:

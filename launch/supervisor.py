@@ -2,7 +2,8 @@
 
     broker --url--> learner, gen0, gen1, ...     each started with the command a person would type
 
-A generator that dies is started again, a few times; whatever else fails first ends the run with its own error.
+A generator that dies is started again, a few times, and so is our ZeroMQ broker, at its old address: the learner tells
+it anew what it forgot. Whatever else fails first ends the run with its own error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from launch import environment
 from launch.children import Child, Children
 
 _BROKER_START_S = 30.0
-_RESTARTS = 3  # of one generator
+_RESTARTS = 3  # of one role
 _RESTARTS_WITHIN_S = 600.0
 _USAGE = 2
 _BACKSTOP = 1.5  # the learner has the same watchdog and knows more, so it is given the first word
@@ -107,8 +108,10 @@ class Supervisor:
                 self._check_progress(heartbeat)
             elif ended.name == "learner" and ended.exit_code == 0:
                 return
-            elif ended.name.startswith("gen"):
-                self._generator_ended(ended)
+            elif ended.name.startswith("gen") and ended.exit_code == 0:
+                continue  # the run has ended for it; the learner will say so
+            elif ended.name.startswith("gen") or (ended.name == "broker" and self._url.startswith("tcp:")):
+                self._restart_later(ended)
             else:
                 raise RoleFailed(ended)
 
@@ -125,6 +128,8 @@ class Supervisor:
         env = environment.child(**{environment.BROKER_URL: self._url})
         if name == "learner":
             self._start(name, "learner", env=env)
+        elif name == "broker":
+            self._start(name, "broker", f"broker.port={self._url.rpartition(':')[2]}", env=env)
         else:
             self._start(name, "generator", "--id", name, env=env)
 
@@ -150,11 +155,9 @@ class Supervisor:
             raise RoleFailed(ended or child, "" if ended else "closed its ready pipe without a word")
         return data
 
-    def _generator_ended(self, child: Child) -> None:
+    def _restart_later(self, child: Child) -> None:
         now, deaths = time.monotonic(), self._deaths.setdefault(child.name, deque(maxlen=_RESTARTS + 1))
         deaths.append(now)
-        if child.exit_code == 0:
-            return  # the run has ended for it; the learner will say so
         recent = sum(now - death < _RESTARTS_WITHIN_S for death in deaths)
         if child.exit_code == _USAGE or recent > _RESTARTS:
             raise RoleFailed(child)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import sys
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ from rich.console import Console
 from broker.connect import connect
 from broker.messages import Counts
 from configs import show
-from configs.load import load
+from configs.load import ConfigError, load
 from configs.run import RunConfig
 from launch.children import Children
 from launch.environment import placed
@@ -61,11 +63,21 @@ def prepare(config: RunConfig) -> Path:
     """The run's folder, with the configuration that all its processes load."""
     run_dir = Path(config.run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    _claim(run_dir)
     if config.learner.checkpoint.resume == "never":
         for name in ("logs/metrics.jsonl", "logs/eval.jsonl", "reward.png"):  # of an earlier run with the same names
             (run_dir / name).unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(show.render(config), encoding="utf-8")
     return run_dir
+
+
+def _claim(run_dir: Path) -> None:
+    """One launcher a folder: two would write into each other's metrics. Held until this process is gone."""
+    lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"another run is going on in {run_dir}; choose another experiment=NAME") from None
 
 
 def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Console) -> Counts | None:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from broker.contract import Broker
 from broker.messages import Group, Prompt
@@ -40,11 +40,13 @@ class Evaluation:
         self._connect, self._prompts, self._flush = connect, prompts, flush
         self._sink, self._config = sink, config
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._thread: threading.Thread | None = None
 
     def start(self, version: int) -> Callable[[float], bytes | None]:
         """Starts the pass at ``version``; returns what to poll with ``wait_s``: bytes when it is over, else None."""
-        future: Future[None] = self._pool.submit(self._pass, version)
+        future: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(version, future), name="evaluation", daemon=True)
+        self._thread.start()
 
         def poll(wait_s: float) -> bytes | None:
             try:
@@ -58,9 +60,18 @@ class Evaluation:
         return poll
 
     def close(self) -> None:
-        """Ends a pass under way."""
+        """Ends a pass under way; one that still waits for the publisher is left behind."""
         self._closing.set()
-        self._pool.shutdown(wait=True)
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _SLICE_S)
+
+    def _run(self, version: int, future: Future[None]) -> None:
+        try:
+            self._pass(version)
+        except BaseException as error:  # raised again where the loop polls
+            future.set_exception(error)
+        else:
+            future.set_result(None)
 
     def _pass(self, version: int) -> None:
         try:

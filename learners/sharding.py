@@ -36,11 +36,13 @@ class Sharding:
                     yield name, tensor.detach()
             return
         bucket: list[tuple[str, tuple[int, ...], Tensor]] = []
+        size = 0
         for shard in shards:
             bucket.append(shard)
-            if sum(one.numel() * one.element_size() for _, _, one in bucket) * self.world >= _BUCKET_BYTES:
+            size += shard[2].numel() * shard[2].element_size() * self.world
+            if size >= _BUCKET_BYTES:
                 yield from self._gathered(bucket)
-                bucket = []
+                bucket, size = [], 0
         if bucket:
             yield from self._gathered(bucket)
 

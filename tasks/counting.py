@@ -1,4 +1,4 @@
-"""The quickstart's task: go on counting. ``567`` asks for ``8901``.
+"""The quickstart's task: go on counting. ``67`` asks for ``8901``.
 
 The reward is exact, needs no judge, and grows with every right digit, so that a policy that starts from noise has
 something to climb. Chance is one in the vocabulary's size for each digit.
@@ -6,7 +6,6 @@ something to climb. Chance is one in the vocabulary's size for each digit.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 
 from tasks.loading import TaskError
@@ -16,22 +15,15 @@ Option = str | int | float | bool
 
 
 def prompts(split: str, seed: int, options: Mapping[str, Option]) -> list[Item]:
-    """Every run of 1 to ``longest`` (default 3) digits in counting order; a fifth of them is held out for evaluation.
+    """The ten runs of ``length`` (default 2) digits in counting order, for training and for evaluation alike.
 
-    Options: ``longest``; ``digits``, how many are asked for (default 4), which has to be
+    Options: ``length``; ``digits``, how many are asked for (default 4), which has to be
     ``rollout.max_response_length``, as an answer goes on until it is cut off.
     """
-    longest, asked = int(options.get("longest", 3)), int(options.get("digits", 4))
-    if longest < 1 or asked < 1:
-        raise TaskError("task.options: longest and digits are at least 1")
-    items = [
-        Item(text=_count(start, length), reference=_count(start + length, asked))
-        for start in range(10)
-        for length in range(1, longest + 1)
-    ]
-    random.Random(seed).shuffle(items)
-    held_out = max(1, len(items) // 5)
-    return items[:held_out] if split == "eval" else items[held_out:]
+    length, asked = int(options.get("length", 2)), int(options.get("digits", 4))
+    if length < 1 or asked < 1:
+        raise TaskError("task.options: length and digits are at least 1")
+    return [Item(text=_count(start, length), reference=_count(start + length, asked)) for start in range(10)]
 
 
 def _count(start: int, length: int) -> str:

@@ -73,8 +73,22 @@ def test_a_learner_that_fails_ends_the_run_with_its_own_error_and_code(tmp_path:
     assert caught.value.exit_code == 9
 
 
-def test_a_killed_broker_ends_the_run(tmp_path: Path) -> None:
-    broker = BROKER.replace("time.sleep(60)", "os.kill(os.getpid(), 9)")
+def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    broker = (
+        "import os, pathlib, time; fd = os.environ.get('SLIPSTREAM_READY_FD')\n"
+        "if fd: os.write(int(fd), b'tcp://127.0.0.1:4321\\n'); os.kill(os.getpid(), 9)\n"
+        f"pathlib.Path({str(mark)!r}).touch(); time.sleep(60)"
+    )
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)"
+    asked, _ = supervise(config_of(tmp_path), tmp_path, {"broker": broker, "learner": learner, "generator": SLEEPS})
+    assert [words for words in asked if words[0] == "broker"] == [("broker",), ("broker", "broker.port=4321")]
+
+
+def test_a_killed_redis_broker_ends_the_run_because_the_next_one_would_have_another_password(tmp_path: Path) -> None:
+    broker = BROKER.replace("tcp://127.0.0.1:1", "redis://:pw@127.0.0.1:1/0").replace(
+        "time.sleep(60)", "os.kill(os.getpid(), 9)"
+    )
     with pytest.raises(RoleFailed, match="broker ended with exit code 137"):
         supervise(config_of(tmp_path), tmp_path, {"broker": broker, "learner": SLEEPS, "generator": SLEEPS})
 

@@ -45,12 +45,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def run_ranks(model_dir: Path) -> Callable[..., None]:
-    """Runs cases of a script in ``world`` processes, in a directory that holds the tiny model as ``model``."""
+def untied_dir(model_dir: Path) -> Path:
+    return write_tiny_model(model_dir.with_name("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(model_dir: Path, untied_dir: Path) -> Callable[..., None]:
+    """Runs cases of a script in ``world`` processes, in a directory with the tiny models ``model`` and ``untied``."""
 
     def run(cases: str, *, world: int, directory: Path, script: str = "ranks.py", timeout_s: float = 120) -> None:
-        if not (directory / "model").exists():
-            (directory / "model").symlink_to(model_dir)
+        for model in (model_dir, untied_dir):
+            if not (directory / model.name).exists():
+                (directory / model.name).symlink_to(model)
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}

@@ -59,9 +59,11 @@ def config(world: int, **changes: object) -> LearnerConfig:
     return LearnerConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
-def policy(directory: Path, rank: int, world: int, *, resume: Path | None = None, **changes: object) -> Policy:
+def policy(
+    directory: Path, rank: int, world: int, *, resume: Path | None = None, model: str = "model", **changes: object
+) -> Policy:
     return Policy(
-        model_dir=directory / "model",
+        model_dir=directory / model,
         config=config(world, **changes),
         algorithm=AlgorithmConfig(),
         temperature=TEMPERATURE,
@@ -160,6 +162,9 @@ def case_order(directory: Path, rank: int, world: int) -> None:
         train(one, sequences, rank, world, budget=24)
         dump(one, directory / f"order-{one.version}.safetensors", rank)
     one.export(directory / "actor")
+    untied = policy(directory, rank, world, model="untied")
+    train(untied, rows(1), rank, world, budget=100_000)
+    dump(untied, directory / "untied-1.safetensors", rank)
     (directory / f"order-{rank}.json").write_text(json.dumps(calls))
 
 

@@ -78,7 +78,7 @@ def answered(lease: Lease, version: int) -> Group:
                 reward=reward,
                 reward_parts={"even": reward},
                 text="",
-            )  # fmt: skip
+            )
         )
     return Group(
         lease_id=lease.lease_id, prompt=lease.prompt, generator="g", incarnation=lease.incarnation,

@@ -84,7 +84,7 @@ class Bench:
                         completions=completions,
                         failed_completions=0,
                         generation_s=0.0,
-                    )  # fmt: skip
+                    )
                 )
                 positions.append(lease.prompt.position)
         return positions
@@ -196,7 +196,7 @@ def test_c42_without_groups_the_learner_ends_and_says_what_the_generators_said(b
             host="h",
             pid=1,
             error="CUDA out of memory",
-        )  # fmt: skip
+        )
     )
     bench.now += 301.0
     with pytest.raises(NoProgress, match=r"launch\.watchdog_s = 300 .*gen7 serving at version 0 \(CUDA out of memory"):

@@ -175,3 +175,10 @@ def test_every_rank_gets_the_frames_of_rank_0_and_hears_of_its_end(two: Path) ->
     assert first["letters"] == second["letters"] == [[], ["x"], ["y"], ["z"]]
     assert first["error"] == "ValueError: out of frames"
     assert second["error"] == "RootFailed: rank 0: ValueError: out of frames"
+
+
+def test_c13_an_untied_head_is_sent_beside_the_embedding_and_trained_by_itself(two: Path) -> None:
+    before, after = load_file(two / "untied" / "model.safetensors"), load_file(two / "untied-1.safetensors")
+    assert after.keys() == before.keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
+    assert (after["lm_head.weight"] != before["lm_head.weight"]).any()
+    assert (after["lm_head.weight"] - after["model.embed_tokens.weight"]).abs().max() > 0.1

@@ -1,0 +1,44 @@
+"""What ``slipstream up`` does before anything is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.load import ConfigError, load
+from launch.up import prepare
+
+
+def test_the_runs_folder_holds_the_configuration_that_its_processes_load(tmp_path: Path) -> None:
+    config = load("quickstart", [f"output_dir={tmp_path}", "learner.total_steps=7", "broker.url=redis://:pw@h:1/0"])
+    run_dir = prepare(config)
+    assert run_dir == tmp_path / "slipstream" / "quickstart"
+    written = load(run_dir / "config.yaml")
+    assert written.learner.total_steps == 7
+    assert "pw" not in (run_dir / "config.yaml").read_text()
+
+
+def test_a_run_that_starts_anew_begins_with_empty_metrics_and_one_that_goes_on_keeps_them(tmp_path: Path) -> None:
+    metrics = tmp_path / "slipstream" / "quickstart" / "logs" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text('{"step": 1}\n')
+    prepare_elsewhere(tmp_path, "auto")
+    assert metrics.is_file()
+    prepare_elsewhere(tmp_path, "never")
+    assert not metrics.is_file()
+
+
+def prepare_elsewhere(tmp_path: Path, resume: str) -> None:
+    """In a process of its own, with which the claim on the folder ends."""
+    overrides = [f"output_dir={tmp_path}", f"learner.checkpoint.resume={resume}"]
+    script = f"from configs.load import load; from launch.up import prepare; prepare(load('quickstart', {overrides!r}))"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    config = load("quickstart", [f"output_dir={tmp_path}"])
+    prepare(config)
+    with pytest.raises(ConfigError, match="another run is going on"):
+        prepare(config)
+    prepare(load("quickstart", [f"output_dir={tmp_path}", "experiment=other"]))

@@ -1,0 +1,109 @@
+"""The loop's order of effects, with a policy and a conductor that only write down what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.messages import Frontier
+from learners.checkpoint import Checkpoints
+from learners.conductor import END
+from learners.config import CheckpointConfig, EvalConfig, LearnerConfig
+from learners.exchange import Exchange, Plan, encode
+from learners.loop import learn
+from learners.stats import StepStats
+
+NUMBERS = dict.fromkeys(
+    ("lr", "loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior", "entropy"), 0.0
+)
+
+
+class Scribe:
+    """Policy and conductor in one. ``skips``: the calls of ``step`` that find no finite gradients."""
+
+    device = "cpu"
+    frontier = Frontier(base=5)
+
+    def __init__(self, *, version: int = 0, skips: tuple[int, ...] = (), end_at: int = 1000) -> None:
+        self.version, self._skips, self._end_at, self._steps = version, skips, end_at, 0
+        self.seen: list[str] = []
+
+    def step(self, micro_batches: list[Any], *, denominator: int) -> StepStats:
+        assert (len(micro_batches), denominator) == (1, 3)
+        self._steps += 1
+        applied = self._steps not in self._skips
+        self.version += applied
+        self.seen.append(f"step {self.version}" if applied else "skip")
+        return StepStats(version=self.version, applied=applied, **NUMBERS)
+
+    def weights(self) -> Iterator[Any]:
+        return iter(())
+
+    def save(self, directory: Path) -> None:
+        (directory / "state").write_text(str(self.version))
+
+    def next_plan(self, version: int) -> Callable[[float], bytes | None]:
+        polls = iter([None, END if version == self._end_at else encode(Plan(denominator=3, micro_batches=[[[]]]))])
+        return lambda wait_s: next(polls)
+
+    def evaluate(self, version: int) -> Callable[[float], bytes | None]:
+        self.seen.append(f"eval {version}")
+        return lambda wait_s: b"over"
+
+    def offer(self, version: int, tensors: Iterator[Any]) -> None:
+        self.seen.append(f"offer {version}")
+
+    def stepped(self, stats: StepStats, watch: object) -> None:
+        self.seen.append(f"book {stats.version}" if stats.applied else "log skip")
+
+    def saved(self, version: int) -> None:
+        self.seen.append(f"durable {version}")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[str]]:
+    def run(scribe: Scribe, **changes: Any) -> list[str]:
+        learn(
+            policy=scribe,  # type: ignore[arg-type]
+            exchange=Exchange(rank=0, world=1, timeout_s=1.0),
+            conductor=scribe,  # type: ignore[arg-type]
+            checkpoints=Checkpoints(tmp_path, keep=2),
+            config=LearnerConfig(ranks=1, **changes),
+            rank=0,
+        )
+        return scribe.seen
+
+    return run
+
+
+def test_a_version_is_offered_then_booked_and_the_last_one_is_saved(run: Callable[..., list[str]]) -> None:
+    assert run(Scribe(), total_steps=2) == [
+        "offer 0", "step 1", "offer 1", "book 1", "step 2", "offer 2", "book 2", "durable 2",
+    ]  # fmt: skip
+
+
+def test_c99_a_skipped_step_is_logged_and_neither_offered_nor_booked_nor_saved(run: Callable[..., list[str]]) -> None:
+    seen = run(Scribe(skips=(2,)), total_steps=2, checkpoint=CheckpointConfig(every_steps=1))
+    assert seen == [
+        "offer 0", "step 1", "offer 1", "book 1", "durable 1", "skip", "log skip",
+        "step 2", "offer 2", "book 2", "durable 2",
+    ]  # fmt: skip
+
+
+def test_evaluations_stand_at_the_start_in_between_and_at_the_end_each_once(run: Callable[..., list[str]]) -> None:
+    seen = run(Scribe(), total_steps=4, eval=EvalConfig(every_steps=2, at_start=True, at_end=True))
+    assert [line for line in seen if line.startswith("eval")] == ["eval 0", "eval 2", "eval 4"]
+    assert seen.index("offer 0") < seen.index("eval 0") < seen.index("step 1")
+
+
+def test_the_end_of_the_data_ends_the_loop_with_a_checkpoint(run: Callable[..., list[str]]) -> None:
+    assert run(Scribe(end_at=1), total_steps=9)[-2:] == ["book 1", "durable 1"]
+
+
+def test_c68_a_finished_run_does_nothing_more_and_a_longer_one_exactly_the_rest(run: Callable[..., list[str]]) -> None:
+    assert run(Scribe(version=60), total_steps=60) == ["offer 60"]
+    steps = [line for line in run(Scribe(version=60), total_steps=120) if line.startswith("step")]
+    assert (len(steps), steps[-1]) == (60, "step 120")
