@@ -38,6 +38,7 @@ from weights_sync.errors import SyncFailed
 from weights_sync.vllm_plugin import BACKEND, notice_address
 
 _LOOK_S = 0.5  # between looks at the health of an engine that is receiving; it cannot tell us of its own death
+_CPU_STEP_TOKENS = 2048  # prompt tokens computed in one step
 _ENDINGS = ("stop", "length", "abort")
 
 
@@ -200,6 +201,10 @@ class VllmEngine:
         }
         if self._config.device == "cpu":
             arguments["kv_cache_memory_bytes"] = self._config.kv_cache_bytes
+            # A seeded request whose prompt is computed in parts ends vLLM's core on a CPU: it winds the request's
+            # generator back, which torch cannot do there.
+            arguments["enable_chunked_prefill"] = False
+            arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], _CPU_STEP_TOKENS)
         else:
             arguments["gpu_memory_utilization"] = self._config.gpu_memory_utilization
         return AsyncEngineArgs(**{**arguments, **self._config.extra_engine_args})

@@ -22,6 +22,7 @@ PARENT = "SLIPSTREAM_PARENT"  # process id of the launcher; set: die with it
 READY_FD = "SLIPSTREAM_READY_FD"  # where the broker writes its url
 QUIET = {  # progress bars and warnings about other people's code; nothing that a log needs
     "TQDM_DISABLE": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     "TOKENIZERS_PARALLELISM": "false",
 }

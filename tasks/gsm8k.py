@@ -19,6 +19,7 @@ INSTRUCTION = "\nReason step by step, and end with a line: #### followed by the 
 _NUMBER = r"(?:(?<![\w.)])[-+])?\$?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)"  # in "10-3" the minus is no sign
 _LAST_NUMBER = re.compile(_NUMBER)
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
+_ENDS_ON_NUMBER = re.compile(rf"(?:{_NUMBER})\s*\.?\s*$")
 
 
 def prompts(split: str, seed: int, options: Mapping[str, Option]) -> list[Item]:
@@ -86,3 +87,8 @@ def reward(text: str, answer: str, reference: str) -> float:
 def format_reward(text: str, answer: str, reference: str) -> float:
     """1 where the answer names its result behind ``####`` exactly once."""
     return float(len(_MARKED.findall(answer)) == 1 and answer.count("####") == 1)
+
+
+def ending_reward(text: str, answer: str, reference: str) -> float:
+    """1 where the answer comes to its end on a number: it was neither cut off in the middle nor left without one."""
+    return float(_ENDS_ON_NUMBER.search(answer) is not None)

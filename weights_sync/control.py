@@ -7,12 +7,15 @@ A store's client serves one call at a time, waiting calls included: who waits in
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
+from broker.messages import Member, Publication
 from weights_sync.errors import SyncFailed
 
 SENT, ABANDONED = "sent", "abandoned"  # verdicts
@@ -43,6 +46,36 @@ def wait_here(store: TCPStore, attempt: int, ranks: Sequence[int], timeout_s: fl
         raise SyncFailed(
             f"rank {', '.join(missing)} did not come (deadline: weights_sync.sync_timeout_s = {timeout_s:g})"
         ) from None
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One try at sending, as the learner sees it.
+
+    Attributes:
+        members: the receivers in rank order, as they were when it began.
+        over: decided; whatever its transfer thread still does counts for nothing.
+    """
+
+    publication: Publication
+    members: tuple[Member, ...]
+    sent: bool = False
+    error: str = ""
+    over: bool = False
+    moved_at: float = field(default_factory=time.monotonic)
+
+    def moved(self) -> None:
+        """Notes that the transfer got on."""
+        self.moved_at = time.monotonic()
+
+    def ranks(self) -> Iterable[tuple[int, Member]]:
+        """(rank, receiver), from rank 1."""
+        return enumerate(self.members, start=1)
+
+    @property
+    def rank_numbers(self) -> range:
+        """The receivers' ranks."""
+        return range(1, len(self.members) + 1)
 
 
 class Control:

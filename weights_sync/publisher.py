@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from broker.contract import Broker
 from broker.messages import Member, Publication
 from weights_sync.config import WeightsSyncConfig
-from weights_sync.control import ABANDONED, SENT, STAGED, Control, wait_here
+from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control, wait_here
 from weights_sync.errors import NoReceiver, SyncFailed
 from weights_sync.groups import Group, check_reachable, host_store, join_store, make_group
 from weights_sync.manifest import Manifest
@@ -47,24 +47,6 @@ class PublishStats:
     payload_bytes: int = 0
     attempts: int = 0
     failed_attempts: int = 0
-
-
-@dataclass(kw_only=True)
-class _Attempt:
-    """One try at sending. ``members`` are the receivers in rank order, as they were when it began."""
-
-    publication: Publication
-    members: tuple[Member, ...]
-    sent: bool = False
-    error: str = ""
-    over: bool = False
-
-    def ranks(self) -> Iterable[tuple[int, Member]]:
-        return enumerate(self.members, start=1)
-
-    @property
-    def rank_numbers(self) -> range:
-        return range(1, len(self.members) + 1)
 
 
 class Publisher:
@@ -251,7 +233,7 @@ class Publisher:
             return False
         return True
 
-    def _announce(self, broker: Broker, members: tuple[Member, ...]) -> _Attempt:
+    def _announce(self, broker: Broker, members: tuple[Member, ...]) -> Attempt:
         assert self._current is not None
         keys = tuple(key(m) for m in members)
         if self._group is not None and self._group[0] != keys:
@@ -268,9 +250,9 @@ class Publisher:
         )
         self._control.forget(number - 2, range(1, len(members) + 1))
         broker.publish(publication)
-        return _Attempt(publication=publication, members=members)
+        return Attempt(publication=publication, members=members)
 
-    def _transfer(self, attempt: _Attempt, manifest: Manifest, staging: Staging) -> None:
+    def _transfer(self, attempt: Attempt, manifest: Manifest, staging: Staging) -> None:
         """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
         publication = attempt.publication
         try:
@@ -278,8 +260,11 @@ class Publisher:
             wait_here(store, publication.attempt, attempt.rank_numbers, self._config.sync_timeout_s)
             if attempt.over:
                 return
+            attempt.moved()
             group = group or self._form(publication, store)
-            send(group, publication, manifest, staging, bucket_bytes=self._config.bucket_bytes)
+            attempt.moved()
+            buckets = self._config.bucket_bytes
+            send(group, publication, manifest, staging, bucket_bytes=buckets, moved=attempt.moved)
             with self._changed:
                 attempt.sent = True
                 if not attempt.over:
@@ -306,7 +291,7 @@ class Publisher:
             address=self._config.host,
         )
 
-    def _wait_sent(self, attempt: _Attempt) -> dict[int, str]:
+    def _wait_sent(self, attempt: Attempt) -> dict[int, str]:
         """Waits for the end of the transfer; woken by it, by a receiver's end, or by close. Failures by rank."""
         with self._changed:
             while True:
@@ -316,9 +301,12 @@ class Publisher:
                     return failures
                 if attempt.error or self._closed or self._failure is not None:
                     return {0: attempt.error or "the publisher is closing"}
+                if time.monotonic() - attempt.moved_at > self._config.sync_timeout_s + _ANSWER_S:
+                    # Each operation has its own deadline, but gloo does not keep to it while it forms a group.
+                    return {0: "the transfer stands still (deadline: weights_sync.sync_timeout_s)"}
                 self._changed.wait(_SLICE_S)
 
-    def _wait_in_use(self, attempt: _Attempt) -> dict[int, str]:
+    def _wait_in_use(self, attempt: Attempt) -> dict[int, str]:
         """Waits until every receiver reports the version, has failed, or ``sync_timeout_s`` has passed."""
         deadline = time.monotonic() + self._config.sync_timeout_s
         version = attempt.publication.version
@@ -337,7 +325,7 @@ class Publisher:
                     return lacking | failures
                 self._changed.wait(_SLICE_S)
 
-    def _failures(self, attempt: _Attempt) -> dict[int, str]:
+    def _failures(self, attempt: Attempt) -> dict[int, str]:
         """Receivers that have settled with an error or are gone, by rank; caller holds the lock."""
         answers = self._control.settled(attempt.publication.attempt, attempt.rank_numbers)
         failures = {rank: answer for rank, answer in answers.items() if answer != STAGED}
@@ -345,7 +333,7 @@ class Publisher:
         gone = {rank: "is gone" for rank, member in attempt.ranks() if key(member) not in alive}
         return gone | failures
 
-    def _blame_silent(self, attempt: _Attempt, failures: dict[int, str]) -> None:
+    def _blame_silent(self, attempt: Attempt, failures: dict[int, str]) -> None:
         """After a verdict of abandoned every living receiver answers at once; one that does not is stuck."""
         number = attempt.publication.attempt
         deadline = time.monotonic() + min(_ANSWER_S, self._config.sync_timeout_s)
@@ -360,7 +348,7 @@ class Publisher:
         self._resting = {key(member) for rank, member in attempt.ranks() if rank in silent}
         failures.update(dict.fromkeys(silent, "does not answer"))
 
-    def _book(self, attempt: _Attempt, failures: dict[int, str], seconds: float) -> None:
+    def _book(self, attempt: Attempt, failures: dict[int, str], seconds: float) -> None:
         """Counts the attempt, blames the failed, and throws the group away unless all went well."""
         publication = attempt.publication
         for rank, member in attempt.ranks():

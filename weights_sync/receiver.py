@@ -119,6 +119,9 @@ class Receiver:
 
     def _transfer(self, attempt: _Attempt, store: TCPStore) -> Staged:
         publication = attempt.publication
+        if store.check([verdict_key(publication.attempt, attempt.rank)]):
+            # Read by a process that has just come under an old member id; gloo would wait for its group without end.
+            raise SyncFailed(f"attempt {publication.attempt} is over")
         store.set(here_key(publication.attempt, attempt.rank), "1")
         manifest, staging = receive(self._group_for(attempt, store), publication)
         self._check(manifest)
@@ -162,6 +165,8 @@ class Receiver:
                     continue  # each bucket has its own deadline; the whole may take longer
                 if store.get(key).decode() == ABANDONED:
                     self._settle(attempt, store, error="abandoned by the learner")
+                elif not attempt.ended.wait(self._config.sync_timeout_s):
+                    self._settle(attempt, store, error="sent, but not received within weights_sync.sync_timeout_s")
                 return
         except (SyncFailed, RuntimeError) as error:
             self._settle(attempt, store, error=f"the learner's store is gone: {error}")

@@ -10,6 +10,8 @@ break the transfer of others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from broker.messages import Publication
@@ -22,8 +24,16 @@ _MAGIC = 0x534C4950  # "SLIP"
 _MAX_MANIFEST_BYTES = 1 << 30
 
 
-def send(group: Group, publication: Publication, manifest: Manifest, staging: Staging, *, bucket_bytes: int) -> None:
-    """Rank 0's half. Raises SyncFailed."""
+def send(
+    group: Group,
+    publication: Publication,
+    manifest: Manifest,
+    staging: Staging,
+    *,
+    bucket_bytes: int,
+    moved: Callable[[], None] = lambda: None,
+) -> None:
+    """Rank 0's half; ``moved`` is called after every bucket. Raises SyncFailed."""
     data = bytearray(encode(manifest))
     total = staging.buffer.numel()
     head = [_MAGIC, SCHEMA, publication.attempt, publication.version, publication.incarnation]
@@ -32,6 +42,7 @@ def send(group: Group, publication: Publication, manifest: Manifest, staging: St
     group.broadcast(torch.frombuffer(data, dtype=torch.uint8).to(group.device))
     for start, stop in bucket_spans(total, bucket_bytes):
         group.broadcast(staging.buffer[start:stop])
+        moved()
 
 
 def receive(group: Group, publication: Publication) -> tuple[Manifest, Staging]:

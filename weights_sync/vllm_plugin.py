@@ -208,10 +208,8 @@ def verify(model: nn.Module, staged: Staged, *, whole: bool) -> None:
     Args:
         whole: every parameter is whole on this worker; otherwise shards are passed over.
     """
-    for name, live in _live_parts(model, staged.staging.views):
+    for name, live in _live_parts(model, staged.staging.views, whole=whole):
         view = staged.staging.views[name]
-        if not whole and live.shape != view.shape:
-            continue
         # The engine's type is the narrower one unless a bf16 wire feeds an fp32 engine, which is exact.
         if live.shape != view.shape or not _same_bytes(live, view.to(device=live.device, dtype=live.dtype)):
             raise SyncFailed(f"version {staged.manifest.version}: {name} in the engine is not what was sent")
@@ -222,11 +220,14 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
-def _live_parts(model: nn.Module, views: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _live_parts(model: nn.Module, views: Mapping[str, Tensor], *, whole: bool) -> Iterator[tuple[str, Tensor]]:
     """The live tensor behind each sent name: a row range of a fused parameter, without padding rows."""
     for fused, parameter in model.named_parameters():
-        row = 0
-        for name in _parts(model, fused):
+        names, row = _parts(model, fused), 0
+        rows_sent = sum(views[name].shape[0] for name in names)
+        if not whole and (parameter.shape[0] < rows_sent or parameter.shape[1:] != views[names[0]].shape[1:]):
+            continue  # a shard
+        for name in names:
             rows = views[name].shape[0]
             yield name, parameter.data[row : row + rows]
             row += rows

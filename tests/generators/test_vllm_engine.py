@@ -161,6 +161,19 @@ def test_c21_a_repeated_prompt_meets_no_cached_block_of_an_older_version(vllm: S
         vllm.publish()
 
 
+def test_more_prompt_tokens_than_one_step_takes_are_answered_under_their_seeds(vllm: Setup) -> None:
+    async def crowd() -> Any:
+        asked = [prompt(ids * 50, n=4, max_tokens=4, seed=i) for i, ids in enumerate(PROMPTS)]
+        return await asyncio.gather(
+            *(vllm.engine.generate(one, request_id=f"r{i}", attempt=1) for i, one in enumerate(asked))
+        )
+
+    answers = vllm.run(crowd())  # 8 x 4 x 250 prompt tokens
+    assert [len(samples) for samples in answers] == [4] * 8
+    wanted = logprobs(vllm.model, PROMPTS[3] * 50, answers[3][2].token_ids.tolist(), 1.0)
+    np.testing.assert_allclose(answers[3][2].behavior_logprobs, wanted, atol=1e-5)
+
+
 def test_an_aborted_answer_comes_back_with_what_there_is(vllm: Setup) -> None:
     async def abort() -> Any:
         answer = asyncio.create_task(

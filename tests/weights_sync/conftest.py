@@ -45,9 +45,13 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
+        """Falls silent, as a killed process does."""
         self._stop.set()
         self._thread.join(timeout=10)
+
+    def leave(self) -> None:
+        self.stop()
         self._report(MemberState.GONE, -1, -1)
 
     def _follow(self) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from broker.local import LocalBroker
+from tests.weights_sync.conftest import Follower, ThreadReceiver
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
 from weights_sync.groups import Group
@@ -76,6 +77,21 @@ def test_c60_a_late_joiner_gets_the_current_version_whole_and_alone(model, publi
     publisher.offer(5, model.named_parameters())
     publisher.flush(20)
     assert set(early.attempts[-1].receivers) == {"g1", "g2"}
+
+
+def test_a_generator_that_is_replaced_under_its_old_name_gets_the_version_at_once(model, publish, run) -> None:
+    publisher = publish(model)
+    wanted = step(model)
+    publisher.offer(0, model.named_parameters())
+    for pid in (1001, 1002):  # the second process first reads the announcement to the first
+        receiver = ThreadReceiver(CONFIG, "g1", lambda manifest: None)
+        follower = Follower(run, "g1", receiver.take, pid=pid)
+        with publisher._changed:
+            in_use = lambda: any(m.pid == pid and m.policy_version == 0 for m in publisher._members)  # noqa: B023, E731
+            assert publisher._changed.wait_for(in_use, timeout=CONFIG.sync_timeout_s / 2)
+        assert_equal(receiver.versions[0], wanted)
+        follower.stop()
+    follower.leave()
 
 
 def test_c116_three_hundred_tensors_take_one_announcement_and_three_broadcasts(

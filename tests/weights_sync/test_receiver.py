@@ -7,7 +7,7 @@ import torch
 
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
-from weights_sync.control import ABANDONED, STAGED, settled_key, verdict_key
+from weights_sync.control import ABANDONED, SENT, STAGED, here_key, settled_key, verdict_key
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import host_store, make_group
 from weights_sync.manifest import Manifest, TensorSpec
@@ -62,10 +62,10 @@ def root() -> Root:
 @pytest.fixture
 def receiver_of() -> Callable[..., tuple[Receiver, queue.Queue[tuple[int, str]]]]:
     def make(
-        check: Callable[[Manifest], None] = lambda manifest: None,
+        check: Callable[[Manifest], None] = lambda manifest: None, config: WeightsSyncConfig = CONFIG
     ) -> tuple[Receiver, queue.Queue[tuple[int, str]]]:
         settled: queue.Queue[tuple[int, str]] = queue.Queue()
-        receiver = Receiver(config=CONFIG, member_id="g0", on_settled=lambda *end: settled.put(end), check=check)
+        receiver = Receiver(config=config, member_id="g0", on_settled=lambda *end: settled.put(end), check=check)
         return receiver, settled
 
     return make
@@ -147,3 +147,26 @@ def test_a_publication_for_others_is_refused(root: Root, receiver_of: Make) -> N
         receiver.receive(
             Publication(version=1, incarnation=0, attempt=1, epoch=1, store=root.address, receivers=("g9",))
         )
+
+
+def test_a_newcomer_under_an_old_name_does_not_join_an_attempt_that_is_over(root: Root, receiver_of: Make) -> None:
+    first, settled = receiver_of()
+    publication, staging = root.publication(1, 5), root.staging(1.0)
+    first.receive(publication)
+    root.send(publication, staging, staging.sealed(version=5, incarnation=0, declaration=DECLARATION))
+    assert settled.get(timeout=10) == (1, "")
+    root.store.set(verdict_key(1, 1), SENT)
+    second, settled = receiver_of()
+    second.receive(publication)
+    attempt, error = settled.get(timeout=CONFIG.sync_timeout_s / 4)
+    assert attempt == 1 and "attempt 1 is over" in error
+
+
+def test_what_was_sent_but_never_arrives_settles_at_the_deadline(root: Root, receiver_of: Make) -> None:
+    receiver, settled = receiver_of(config=CONFIG.model_copy(update={"sync_timeout_s": 1.0}))
+    publication = root.publication(1, 5)
+    receiver.receive(publication)  # nobody forms the group with it: gloo alone would wait for ever
+    root.store.wait([here_key(1, 1)])
+    root.store.set(verdict_key(1, 1), SENT)
+    attempt, error = settled.get(timeout=10)
+    assert attempt == 1 and "sync_timeout_s" in error
