@@ -2,7 +2,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
-GSM8K ?= data/gsm8k
+GSM8K ?= $(firstword $(wildcard data/gsm8k ../shared/data/gsm8k) data/gsm8k)
 export HF_HUB_OFFLINE ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
@@ -12,7 +12,7 @@ demo: $(VENV)/.ready  ## a whole asynchronous run on this CPU, a few minutes
 	$(BIN)/slipstream up -c configs/quickstart.yaml learner.checkpoint.resume=never $(ARGS)
 
 real: $(VENV)/.ready  ## a real model on real prompts (GSM8K's directory in GSM8K=), about half an hour on two cores
-	$(BIN)/slipstream up -c configs/smollm2_gsm8k_cpu.yaml learner.checkpoint.resume=never task.options.path=$(GSM8K) $(ARGS)
+	$(BIN)/slipstream up -c configs/smollm2_gsm8k_cpu.yaml learner.checkpoint.resume=never \
 	  task.options.path=$(GSM8K) $(ARGS)
 
 test: $(VENV)/.ready  ## every test that runs without a GPU
