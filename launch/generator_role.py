@@ -10,6 +10,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from broker.connect import connect
 from configs.run import RunConfig
 from generators.engine import Engine
@@ -54,7 +56,10 @@ async def _generate(config: RunConfig, url: str, member_id: str, watch: SignalWa
     )
     if watch.signum:
         # It has left the run and everything is closed. An engine that was still loading sits in a thread, for which
-        # the interpreter would wait longer than a stop may take.
+        # the interpreter would wait longer than a stop may take, and vLLM's core, while it still imports, does not
+        # yet watch its parent.
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
         logging.shutdown()
         os._exit(128 + watch.signum)
     return 0
