@@ -9,6 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from broker.messages import Prompt
+from configs.load import load
+from generators.engine import Sample
+from generators.hf_engine import HfEngine
+from tasks.counting import reward
+from tasks.model import load_tokenizer, prepare_model
+from tasks.prompts import PromptFeed
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +33,9 @@ print(json.dumps({"fed": counts.fed, "total": counts.total(), "trained": counts.
 """
 
 
-def serial(directory: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Runs in a process of its own, as DeepSpeed keeps global state; returns the books and the metrics lines."""
-    settings = [
+def settings_of(directory: Path) -> list[str]:
+    """A small serial run in ``directory``."""
+    return [
         f"output_dir={directory}",
         "experiment=serial",
         "launch.mode=serial",
@@ -36,8 +46,12 @@ def serial(directory: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[
         "learner.checkpoint.every_steps=0",
         "rollout.groups_per_step=4",
         "rollout.completions_per_group=4",
-        *overrides,
     ]
+
+
+def serial(directory: Path, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Runs in a process of its own, as DeepSpeed keeps global state; returns the books and the metrics lines."""
+    settings = [*settings_of(directory), *overrides]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *settings], capture_output=True, text=True, timeout=240, check=False
     )
@@ -86,12 +100,7 @@ def test_c69_ten_steps_equal_five_then_a_resume_then_five(tmp_path: Path) -> Non
         "c.Conductor.stepped = die\n"
     )
     half = tmp_path / "half"
-    settings = [
-        f"output_dir={half}", "experiment=serial", "launch.mode=serial", "generator.engine=transformers",
-        "learner.ranks=1", "learner.eval.at_start=false", "learner.eval.at_end=false",
-        "learner.checkpoint.every_steps=5", "rollout.groups_per_step=4", "rollout.completions_per_group=4",
-        "learner.total_steps=10", *schedule,
-    ]  # fmt: skip
+    settings = [*settings_of(half), "learner.total_steps=10", "learner.checkpoint.every_steps=5", *schedule]
     died = subprocess.run(
         [sys.executable, "-c", crash + SCRIPT, *settings], capture_output=True, text=True, timeout=240, check=False
     )
@@ -101,5 +110,50 @@ def test_c69_ten_steps_equal_five_then_a_resume_then_five(tmp_path: Path) -> Non
     for name in ("step", "loss", "lr", "reward_mean"):
         assert [line[name] for line in resumed] == [line[name] for line in whole], name
     assert books["fed"] == books["total"]
-    missing = next((half / "slipstream" / "serial" / "checkpoints").glob("step_*/model*"), None)
-    assert missing is not None
+
+
+def test_c55_on_policy_it_equals_a_plain_synchronous_loop(tmp_path: Path) -> None:
+    """The loop below knows no broker, no batch, no DeepSpeed: sample, score, one AdamW step, again."""
+    overrides = ("learner.total_steps=8", "rollout.max_staleness=0", "algorithm.entropy_coef=0.0")
+    _, lines = serial(tmp_path, *overrides)
+    config = load("quickstart", [*settings_of(tmp_path), *overrides])
+    directory = prepare_model(config.model, tmp_path / "model", config.seed)
+    tokenizer = load_tokenizer(directory)
+    feed = PromptFeed(task=config.task, rollout=config.rollout, tokenizer=tokenizer, seed=config.seed)
+    engine = HfEngine(
+        model_path=str(directory), rollout=config.rollout, config=config.generator, sync=config.weights_sync,
+        dtype="float32", seed=config.seed,
+    )  # fmt: skip
+    engine.load_model()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    optim = config.learner.optim
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+    for step, line in enumerate(lines):
+        engine.load_weights(step, model.named_parameters())
+        loss, rewards = torch.zeros(()), []
+        groups = [feed.at(4 * step + i) for i in range(4)]
+        answers = [engine.generate_now(prompt, 1) for prompt in groups]
+        tokens = sum(len(one.token_ids) for samples in answers for one in samples)
+        for prompt, samples in zip(groups, answers, strict=True):
+            scores = torch.tensor([_score(tokenizer, prompt, one) for one in samples], dtype=torch.float64)
+            rewards += scores.tolist()
+            for one, advantage in zip(samples, (scores - scores.mean()) / (scores.std() + 1e-6), strict=True):
+                ids = torch.tensor([*prompt.token_ids.tolist(), *one.token_ids.tolist()])
+                logp = model(ids[None]).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
+                chosen = logp.gather(-1, torch.tensor(one.token_ids, dtype=torch.long)[:, None])[:, 0]
+                weight = (chosen.detach() - torch.tensor(one.behavior_logprobs)).exp().clamp(max=2.0)
+                loss = loss - (weight * (chosen - chosen.detach()).exp() * advantage.float()).sum() / tokens
+        assert line["reward_mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-9), step
+        assert line["loss"] == pytest.approx(loss.item(), abs=2e-6), step
+        adam.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        adam.step()
+
+
+def _score(tokenizer: Any, prompt: Prompt, sample: Sample) -> float:
+    ids = sample.token_ids.tolist()
+    text = tokenizer.decode(ids[:-1] if sample.finish_reason == "stop" else ids)
+    return reward(prompt.text, text, prompt.reference)
