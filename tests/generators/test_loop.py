@@ -13,6 +13,7 @@ import pytest
 from broker.config import BrokerConfig
 from broker.local import LocalBroker
 from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Publication, Rules, RunState, Split
+from broker.rules import tokens_left
 from generators.config import GeneratorConfig
 from generators.engine import NonFiniteLogits, Sample
 from generators.fake_engine import FakeEngine, fake_logprob
@@ -180,7 +181,8 @@ def test_c7_ten_steps_end_cleanly_with_every_version_shipped() -> None:
                 learner.publish(version)
                 batch = await learner.batch(version)
                 for group in batch.groups:
-                    assert min(group.tokens_per_version()) >= version - 1
+                    # A swap in mid-completion leaves older tokens in the group; the learner masks those.
+                    assert tokens_left(group.tokens_per_version(), version=version, max_staleness=1) > 0
                 learner.broker.trained(batch_id=batch.batch_id, version=version + 1)
             learner.publish(10)
             await learner.state(serves(10))
