@@ -80,13 +80,20 @@ def test_a_learner_that_fails_ends_the_run_with_its_own_error_and_code(tmp_path:
 
 
 def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+    # It dies once the learner runs, and the learner finishes once the second broker has left its mark.
+    running, mark = tmp_path / "running", tmp_path / "mark"
     broker = (
         "import os, pathlib, time; fd = os.environ.get('SLIPSTREAM_READY_FD')\n"
-        "if fd: os.write(int(fd), b'tcp://127.0.0.1:4321\\n'); os.kill(os.getpid(), 9)\n"
+        "if fd:\n"
+        "    os.write(int(fd), b'tcp://127.0.0.1:4321\\n')\n"
+        f"    while not pathlib.Path({str(running)!r}).exists(): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 9)\n"
         f"pathlib.Path({str(mark)!r}).touch(); time.sleep(60)"
     )
-    learner = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)"
+    learner = (
+        f"import pathlib, time\npathlib.Path({str(running)!r}).touch()\n"
+        f"while not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)"
+    )
     asked, _ = supervise(config_of(tmp_path), tmp_path, {"broker": broker, "learner": learner, "generator": SLEEPS})
     assert [words for words in asked if words[0] == "broker"] == [("broker",), ("broker", "broker.port=4321")]
 
