@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from learners.model import load_model
 
+pytestmark = pytest.mark.slow  # real ranks are started
+
 STAGES = (0, 1, 2, 3)
 
 

@@ -14,6 +14,8 @@ from broker.messages import Frontier
 from learners.checkpoint import read_checkpoint
 from telemetry.sink import read_jsonl
 
+pytestmark = pytest.mark.slow  # real ranks are started
+
 B, N = 4, 4
 
 
