@@ -19,6 +19,7 @@ from broker.connect import connect
 from launch import environment
 from launch.children import Children
 from launch.generator_role import model_directory
+from launch.run_folder import draw, keep_config
 from tasks.model import load_tokenizer
 from tasks.prompts import PromptFeed
 
@@ -87,6 +88,8 @@ def _rank(args: argparse.Namespace) -> int:
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
 
     model, broker_config = model_directory(config), environment.placed(config)
+    if rank == 0 and Path(args.config) != Path(config.run_dir) / "config.yaml":  # that one is the launcher's
+        keep_config(config)
     run_rank(
         model_dir=model,
         run_dir=Path(config.run_dir),
@@ -111,6 +114,8 @@ def _rank(args: argparse.Namespace) -> int:
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         attention=config.model.attention,
     )
+    if rank == 0:
+        draw(config)
     return 0
 
 

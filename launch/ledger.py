@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 def table(state: RunState) -> Table:
     """One row a state of the ledger."""
     counts = state.counts
-    rows = Table(title=f"ledger at version {state.version}, incarnation {state.incarnation}")
+    rows = Table(title=f"ledger at version {state.version},\nincarnation {state.incarnation}")
     rows.add_column("state")
     rows.add_column("prompts", justify="right")
     for name in ("queued", "leased", "buffered", "training", "trained", "durable"):

@@ -30,6 +30,7 @@ from generators.hf_engine import HfEngine
 from generators.rollout import Rollout
 from generators.scoring import Scorer
 from launch.generator_role import model_directory
+from launch.run_folder import draw, keep_config
 from learners.feed import EndOfData
 from learners.run import run_rank
 from tasks.model import load_tokenizer
@@ -166,6 +167,7 @@ def run_serial(config: RunConfig) -> LocalBroker:
             "launch.mode=serial is one process: set learner.ranks=1 and generator.engine=transformers"
             f" (they are {config.learner.ranks} and {config.generator.engine})"
         )
+    keep_config(config)
     model = model_directory(config)
     ledger, tokenizer = LocalBroker(clock=_no_time), load_tokenizer(model)
     engine = HfEngine(
@@ -215,6 +217,7 @@ def run_serial(config: RunConfig) -> LocalBroker:
             open_feed=SerialFeed,
             open_publisher=lambda **_: generator,
         )
+    draw(config)
     return ledger
 
 

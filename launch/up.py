@@ -19,6 +19,7 @@ from configs.run import RunConfig
 from launch.children import Children
 from launch.environment import placed
 from launch.monitor import Monitor
+from launch.run_folder import draw, keep_config
 from launch.signals import Stopped
 from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
 from telemetry.live import LiveView, PlainView, Progress, View
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     except Stopped as stopped:
         print(f"slipstream: {stopped}; everything is down", file=sys.stderr)
         code = stopped.exit_code
-    if code < 128:  # who has pressed Ctrl-C does not wait for a plot
-        _plot(config, run_dir)
+    if 0 < code < 128:  # a learner that finishes draws it; who has pressed Ctrl-C does not wait for one
+        draw(config)
     text = summarize(
         run_dir,
         total_steps=config.learner.total_steps,
@@ -67,7 +68,7 @@ def prepare(config: RunConfig) -> Path:
     if config.learner.checkpoint.resume == "never":
         for name in ("logs/metrics.jsonl", "logs/eval.jsonl", "reward.png"):  # of an earlier run with the same names
             (run_dir / name).unlink(missing_ok=True)
-    (run_dir / "config.yaml").write_text(show.render(config), encoding="utf-8")
+    keep_config(config)
     return run_dir
 
 
@@ -107,14 +108,3 @@ def _view(config: RunConfig, console: Console) -> View:
     if config.telemetry.live and console.is_terminal:
         return LiveView(console)
     return PlainView(console, every_steps=config.telemetry.log_every_steps)
-
-
-def _plot(config: RunConfig, run_dir: Path) -> None:
-    from telemetry.plot import plot_run  # matplotlib: only when there is something to draw
-
-    plot_run(
-        run_dir / "logs" / "metrics.jsonl",
-        run_dir / "reward.png",
-        max_staleness=config.rollout.max_staleness,
-        title=f"{config.project}/{config.experiment}",
-    )

@@ -71,7 +71,8 @@ def test_three_launch_scripts_started_by_hand_over_redis_give_the_whole_run(
     assert learner.wait(180) == 0, learner.text()[-3000:] + first.text()[-2000:]
     assert first.wait(30) == 0, first.text()[-3000:]
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, 7))
-    assert (run_dir / "actor" / "config.json").is_file()
+    assert all((run_dir / name).is_file() for name in ("actor/config.json", "config.yaml", "reward.png"))
+    assert "redis://" not in (run_dir / "config.yaml").read_text()
     broker.process.send_signal(signal.SIGTERM)
     assert broker.wait(10) == 143
     assert not broker.tree() and not learner.tree() and not first.tree()
