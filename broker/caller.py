@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from broker import calls
-from broker.calls import Call
+from broker.calls import Bodies, Call
+from broker.codec import decode, encode
+from broker.config import BrokerConfig
 from broker.contract import PushOutcome
-from broker.errors import BrokerClosed
-from broker.messages import Batch, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
+from broker.errors import BrokerClosed, BufferFull, Refused
+from broker.heads import GroupHead, refuse_misnamed
+from broker.messages import Batch, DeadItem, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
 from broker.reasons import short
 from broker.wellformed import refuse_malformed
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+FIRST_PUSH_PAUSE_S, LAST_PUSH_PAUSE_S = 0.05, 1.0  # between two tries at a full buffer
 PROMPTS_PER_CALL = 256  # keeps a frame and the time the ledger is busy small, however much is fed at once
 
 
@@ -25,33 +33,69 @@ def fresh_token() -> str:
 
 
 class Caller(ABC):
-    """broker.contract.Broker over one operation: ``_call``."""
+    """broker.contract.Broker over one operation: ``_exchange``."""
 
-    def __init__(self, *, token: Callable[[], str] = fresh_token) -> None:
+    def __init__(self, config: BrokerConfig, *, token: Callable[[], str] = fresh_token) -> None:
+        self._config = config
         self._token = token
         self._closed = False
 
     @abstractmethod
-    def _answer(self, call: Call[T], wait_s: float) -> T:
-        """The answer to a call, waiting up to ``wait_s`` where the call can wait."""
+    def _exchange(self, call: Call[T], bodies: Bodies, wait_s: float) -> tuple[T, Bodies]:
+        """The answer to a call with its bodies, waiting up to ``wait_s`` where the call can wait."""
 
-    def _call(self, call: Call[T], wait_s: float = 0.0) -> T:
+    def _call(self, call: Call[T], *, bodies: Bodies = (), wait_s: float = 0.0) -> T:
+        return self._call_for_bodies(call, bodies=bodies, wait_s=wait_s)[0]
+
+    def _call_for_bodies(self, call: Call[T], *, bodies: Bodies = (), wait_s: float = 0.0) -> tuple[T, Bodies]:
         if self._closed:
             raise BrokerClosed("this client of the broker is closed")
-        return self._answer(call, wait_s)
+        for body in bodies:
+            if len(body) > self._config.max_frame_bytes:
+                raise Refused(
+                    f"{type(call).__name__} of {len(body)} bytes is over "
+                    f"broker.max_frame_bytes = {self._config.max_frame_bytes}"
+                )
+        return self._exchange(call, bodies, wait_s)
 
+    # -- the learner -------------------------------------------------------------------------------------------
     def open_run(self, *, rules: Rules, version: int, frontier: Frontier) -> int:
         """See broker.contract.Broker. Every call is a new incarnation; one sent again by the client is not."""
         return self._call(calls.OpenRun(rules=rules, version=version, frontier=frontier, token=self._token()))
 
     def feed(self, prompts: Sequence[Prompt]) -> int:
         """See broker.contract.Broker."""
-        parts = [tuple(prompts[i : i + PROMPTS_PER_CALL]) for i in range(0, len(prompts), PROMPTS_PER_CALL)]
-        return sum(self._call(calls.Feed(prompts=part)) for part in parts)
+        refuse_misnamed(prompts)
+        parts = [prompts[i : i + PROMPTS_PER_CALL] for i in range(0, len(prompts), PROMPTS_PER_CALL)]
+        return sum(
+            self._call(calls.Feed(items=tuple(one.item for one in part)), bodies=[encode(one) for one in part])
+            for part in parts
+        )
 
     def take_batch(self, *, version: int, wait_s: float) -> Batch | None:
         """See broker.contract.Broker."""
-        return self._call(calls.TakeBatch(version=version), wait_s)
+        until = time.monotonic() + wait_s
+        while True:
+            left = max(0.0, until - time.monotonic())
+            head, bodies = self._call_for_bodies(calls.TakeBatch(version=version), wait_s=left)
+            if head is None:
+                return None
+            groups: list[Group] = []
+            for lease_id, body in zip(head.lease_ids, bodies, strict=True):
+                try:
+                    groups.append(self._readable(body, lease_id))
+                except Refused as error:
+                    log.warning("a delivered group cannot be read, its prompt is queued again: %s", error)
+                    self._call(calls.Spoiled(version=version, lease_id=lease_id, error=short(str(error))))
+                    break
+            else:
+                return Batch(
+                    batch_id=head.batch_id,
+                    version=head.version,
+                    incarnation=head.incarnation,
+                    groups=tuple(groups),
+                    ended=head.ended,
+                )
 
     def trained(self, *, batch_id: str, version: int) -> None:
         """See broker.contract.Broker."""
@@ -63,7 +107,15 @@ class Caller(ABC):
 
     def eval_results(self, *, version: int, count: int, wait_s: float) -> tuple[Group, ...]:
         """See broker.contract.Broker."""
-        return self._call(calls.EvalResults(version=version, count=count), wait_s)
+        call = calls.EvalResults(version=version, count=count)
+        _, bodies = self._call_for_bodies(call, wait_s=wait_s)
+        groups: list[Group] = []
+        for body in bodies:
+            try:
+                groups.append(self._readable(body))
+            except Refused as error:
+                log.warning("an evaluation answer cannot be read and is left out: %s", error)
+        return tuple(groups)
 
     def publish(self, publication: Publication) -> None:
         """See broker.contract.Broker."""
@@ -73,6 +125,7 @@ class Caller(ABC):
         """See broker.contract.Broker."""
         self._call(calls.Finish(reason=reason))
 
+    # -- generators --------------------------------------------------------------------------------------------
     def lease(
         self, *, member_id: str, policy_version: int, incarnation: int, max_prompts: int, wait_s: float
     ) -> tuple[Lease, ...]:
@@ -82,30 +135,69 @@ class Caller(ABC):
             policy_version=policy_version,
             incarnation=incarnation,
             max_prompts=max_prompts,
+            token=self._token(),
         )
-        return self._call(call, wait_s)
+        heads, prompts = self._call_for_bodies(call, wait_s=wait_s)
+        return tuple(
+            Lease(
+                lease_id=head.lease_id,
+                prompt=decode(prompt, Prompt, max_bytes=self._config.max_frame_bytes),
+                attempt=head.attempt,
+                incarnation=incarnation,
+            )
+            for head, prompt in zip(heads, prompts, strict=True)
+        )
 
     def push(self, group: Group) -> PushOutcome:
         """See broker.contract.Broker. Raises Refused for a group whose parts have not grown together."""
         refuse_malformed(group)
-        return self._call(calls.Push(group=group))
+        call, body = calls.Push(head=GroupHead.of(group)), encode(group)
+        until, pause = time.monotonic() + self._config.push_timeout_s, FIRST_PUSH_PAUSE_S
+        while (outcome := self._call(call, bodies=[body])) is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise BufferFull(
+                    f"no room for a group of {len(body)} bytes within broker.push_timeout_s = "
+                    f"{self._config.push_timeout_s:g}: the learner takes too little, or raise broker.max_buffer_bytes"
+                )
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_PUSH_PAUSE_S)
+        return outcome
 
     def release(self, *, lease_id: str, error: str) -> None:
         """See broker.contract.Broker."""
         self._call(calls.Release(lease_id=lease_id, error=short(error)))
 
+    # -- members -----------------------------------------------------------------------------------------------
     def report(self, member: Member) -> None:
         """See broker.contract.Broker."""
         self._call(calls.Report(member=member))
 
     def publication(self, *, after_attempt: int, wait_s: float) -> Publication | None:
         """See broker.contract.Broker."""
-        return self._call(calls.ReadPublication(after_attempt=after_attempt), wait_s)
+        return self._call(calls.ReadPublication(after_attempt=after_attempt), wait_s=wait_s)
+
+    # -- everyone ----------------------------------------------------------------------------------------------
+    def dead_items(self) -> tuple[DeadItem, ...]:
+        """See broker.contract.Broker."""
+        return self._call(calls.ReadDead())
+
+    def requeue(self, items: Sequence[str]) -> int:
+        """See broker.contract.Broker."""
+        return self._call(calls.Requeue(items=tuple(items)))
 
     def state(self, *, after_revision: int = -1, wait_s: float = 0.0) -> RunState:
         """See broker.contract.Broker."""
-        return self._call(calls.ReadState(after_revision=after_revision), wait_s)
+        return self._call(calls.ReadState(after_revision=after_revision), wait_s=wait_s)
 
     def close(self) -> None:
         """See broker.contract.Broker."""
         self._closed = True
+
+    def _readable(self, body: bytes, lease_id: str | None = None) -> Group:
+        """The group in a body, if it is one and the one that was promised. Raises Refused."""
+        group = decode(body, Group, max_bytes=self._config.max_frame_bytes)
+        refuse_malformed(group)
+        if lease_id not in (None, group.lease_id):
+            raise Refused(f"the group of lease {group.lease_id} where that of {lease_id} was expected")
+        return group

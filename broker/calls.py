@@ -1,18 +1,21 @@
 """The contract's methods as messages: what a client asks, what kind of answer it gets, and who answers.
 
-Each call is one class; ``Call[T]`` declares the answer's type for the type checker and for the codec alike.
+Each call is one class; ``Call[T]`` declares the answer's type for the type checker and for the codec alike. Prompts
+and groups travel beside calls and answers as bodies, in the order that the call or the answer names them in.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from broker.contract import PushOutcome
+from broker.errors import Refused
+from broker.heads import BatchHead, GroupHead, LeaseHead
 from broker.ledger import Ledger
-from broker.messages import Batch, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
-from broker.wellformed import refuse_malformed
+from broker.messages import DeadItem, Frontier, Member, Publication, Rules, RunState
 
 T = TypeVar("T")
 
@@ -42,16 +45,25 @@ class OpenRun(Call[int]):
 
 @dataclass(frozen=True, kw_only=True)
 class Feed(Call[int]):
-    """Broker.feed."""
+    """Broker.feed. Bodies: the prompts."""
 
-    prompts: tuple[Prompt, ...]
+    items: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeBatch(Call[Batch | None]):
-    """Broker.take_batch."""
+class TakeBatch(Call[BatchHead | None]):
+    """Broker.take_batch. Bodies of the answer: the groups."""
 
     version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spoiled(Call[None]):
+    """The group under this lease, in the batch for ``version``, cannot be read."""
+
+    version: int
+    lease_id: str
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +82,8 @@ class Durable(Call[None]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalResults(Call[tuple[Group, ...]]):
-    """Broker.eval_results."""
+class EvalResults(Call[None]):
+    """Broker.eval_results. Bodies of the answer: the groups."""
 
     version: int
     count: int
@@ -92,20 +104,21 @@ class Finish(Call[None]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeasePrompts(Call[tuple[Lease, ...]]):
-    """Broker.lease."""
+class LeasePrompts(Call[tuple[LeaseHead, ...]]):
+    """Broker.lease. ``token`` as in OpenRun. Bodies of the answer: the prompts."""
 
     member_id: str
     policy_version: int
     incarnation: int
     max_prompts: int
+    token: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push(Call[PushOutcome]):
-    """Broker.push."""
+class Push(Call[PushOutcome | None]):
+    """Broker.push. Body: the group. None: there is no room for it now."""
 
-    group: Group
+    head: GroupHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +150,18 @@ class ReadState(Call[RunState]):
     after_revision: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReadDead(Call[tuple[DeadItem, ...]]):
+    """Broker.dead_items."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requeue(Call[int]):
+    """Broker.requeue."""
+
+    items: tuple[str, ...]
+
+
 CALLS: dict[str, type[Call[Any]]] = {kind.__name__: kind for kind in Call.__subclasses__()}
 
 
@@ -146,45 +171,71 @@ def answer_type(kind: type[Call[T]]) -> Any:
     return get_args(bound)[0]
 
 
-def answer(ledger: Ledger, call: Call[Any], *, now: float, last: bool) -> Any:
-    """What the ledger says to a call at ``now``; PENDING while it has to wait, unless this is the ``last`` look."""
+Bodies = Sequence[bytes]
+
+
+def answer(
+    ledger: Ledger, call: Call[Any], bodies: Bodies, *, now: float, last: bool
+) -> tuple[Any, Bodies] | Literal[Pending.PENDING]:
+    """What the ledger says to a call at ``now``, with the bodies that belong to it.
+
+    PENDING while it has to wait, unless this is the ``last`` look.
+    """
     ledger.expire(now)
     match call:
         case TakeBatch():
             batch = ledger.take_batch(version=call.version)
-            return PENDING if batch is None and not last else batch
+            if batch is None:
+                return (None, ()) if last else PENDING
+            return batch, ledger.bodies(batch)
         case EvalResults():
             results = ledger.eval_results(version=call.version, count=call.count, last=last)
-            return PENDING if results is None else results
+            return PENDING if results is None else (None, results)
         case LeasePrompts():
             leases = _lease(ledger, call, now)
-            return PENDING if not leases and not last else leases
+            return (leases, [ledger.prompt(lease) for lease in leases]) if leases or last else PENDING
         case ReadPublication():
             publication = ledger.publication(after_attempt=call.after_attempt)
-            return PENDING if publication is None and not last and not ledger.finished else publication
+            return PENDING if publication is None and not last and not ledger.finished else (publication, ())
         case ReadState():
-            return PENDING if ledger.revision <= call.after_revision and not last else ledger.state()
+            return PENDING if ledger.revision <= call.after_revision and not last else (ledger.state(), ())
         case _:
-            return _do(ledger, call, now)
+            return _do(ledger, call, bodies, now), ()
 
 
-def _lease(ledger: Ledger, call: LeasePrompts, now: float) -> tuple[Lease, ...]:
+def waits_alike(call: Call[Any]) -> object:
+    """Calls with the same answer to this have the same chances: where one has to wait, so has the next."""
+    match call:
+        case LeasePrompts():
+            return LeasePrompts, call.policy_version, call.incarnation
+        case _:
+            return call
+
+
+def _lease(ledger: Ledger, call: LeasePrompts, now: float) -> tuple[LeaseHead, ...]:
     return ledger.lease(
         member_id=call.member_id,
         policy_version=call.policy_version,
         incarnation=call.incarnation,
         max_prompts=call.max_prompts,
         now=now,
+        token=call.token,
     )
 
 
-def _do(ledger: Ledger, call: Call[Any], now: float) -> Any:
+def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
     """The calls that never wait."""
     match call:
         case OpenRun():
             return ledger.open_run(rules=call.rules, version=call.version, frontier=call.frontier, token=call.token)
         case Feed():
-            return ledger.feed(call.prompts)
+            return ledger.feed(call.items, bodies)
+        case Push():
+            if len(bodies) != 1:
+                raise Refused(f"a group was pushed with {len(bodies)} bodies")
+            return ledger.push(call.head, bodies[0])
+        case Spoiled():
+            ledger.spoiled(version=call.version, lease_id=call.lease_id, error=call.error)
         case Trained():
             ledger.trained(batch_id=call.batch_id, version=call.version)
         case Durable():
@@ -193,13 +244,14 @@ def _do(ledger: Ledger, call: Call[Any], now: float) -> Any:
             ledger.publish(call.publication)
         case Finish():
             ledger.finish(call.reason)
-        case Push():
-            refuse_malformed(call.group)
-            return ledger.push(call.group)
         case Release():
             ledger.release(lease_id=call.lease_id, error=call.error)
         case Report():
             ledger.report(call.member, now)
+        case ReadDead():
+            return ledger.dead_items()
+        case Requeue():
+            return ledger.requeue(call.items)
         case _:
             raise TypeError(f"no such call: {type(call).__name__}")
     return None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import zmq
 
 from broker.caller import Caller, fresh_token
-from broker.calls import Call
+from broker.calls import Bodies, Call
 from broker.codec import decode, encode
 from broker.config import BrokerConfig
 from broker.errors import BrokerUnreachable, Refused
@@ -29,7 +29,7 @@ class ZmqBroker(Caller):
     """
 
     def __init__(self, config: BrokerConfig, url: str, *, token: Callable[[], str] = fresh_token) -> None:
-        super().__init__(token=token)
+        super().__init__(config, token=token)
         self._url = url
         self._timeout_s = config.reconnect_timeout_s
         self._max_bytes = config.max_frame_bytes
@@ -51,11 +51,11 @@ class ZmqBroker(Caller):
         super().close()
         self._socket.close()
 
-    def _answer(self, call: Call[T], wait_s: float) -> T:
-        body = encode(call)
-        if len(body) > self._max_bytes:
+    def _exchange(self, call: Call[T], bodies: Bodies, wait_s: float) -> tuple[T, Bodies]:
+        frames = [encode(call), *bodies]
+        if len(frames[0]) > self._max_bytes:
             name = type(call).__name__
-            raise Refused(f"{name} of {len(body)} bytes is over broker.max_frame_bytes = {self._max_bytes}")
+            raise Refused(f"{name} of {len(frames[0])} bytes is over broker.max_frame_bytes = {self._max_bytes}")
         self._request_id += 1
         now = time.monotonic()
         until, silent_until, send_at = now + wait_s, now + self._timeout_s, now
@@ -67,19 +67,19 @@ class ZmqBroker(Caller):
                     f"the broker at {self._url} has been silent for broker.reconnect_timeout_s = "
                     f"{self._timeout_s:g}: is it running, and is broker.url right?"
                 )
-            if now >= send_at and self._send(call, body, max(0.0, until - now)):
+            if now >= send_at and self._send(call, frames, max(0.0, until - now)):
                 send_at, pause = now + pause, min(2 * pause, LAST_PAUSE_S, self._timeout_s / 4)
-            frames = self._receive(due=now >= send_at, timeout_s=min(silent_until, max(send_at, now)) - now)
-            if frames is None:
+            reply = self._receive(due=now >= send_at, timeout_s=min(silent_until, max(send_at, now)) - now)
+            if reply is None:
                 continue
             silent_until = time.monotonic() + self._timeout_s
-            if frames:
-                return cast(T, read_value(call, frames, max_bytes=self._max_bytes))
+            if reply:
+                return read_value(call, reply, max_bytes=self._max_bytes)
 
-    def _send(self, call: Call[Any], body: bytes, wait_s: float) -> bool:
+    def _send(self, call: Call[Any], frames: list[bytes], wait_s: float) -> bool:
         head = RequestHead(request_id=self._request_id, call=type(call).__name__, wait_s=wait_s)
         try:
-            self._socket.send_multipart([encode(head), body], zmq.NOBLOCK)
+            self._socket.send_multipart([encode(head), *frames], zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -26,7 +26,11 @@ class BrokerConfig(StrictModel):
     heartbeat_s: float = Field(1.0, gt=0)
     max_attempts: int = Field(3, ge=1)
     reconnect_timeout_s: float = Field(60.0, gt=0)
-    max_frame_bytes: int = Field(256 << 20, gt=0)
+    max_frame_bytes: int = Field(256 << 20, gt=0, description="of one prompt, group or call")
+    max_buffer_bytes: int = Field(4 << 30, gt=0, description="of delivered groups; beyond it producers wait")
+    push_timeout_s: float = Field(600.0, gt=0, description="how long a producer waits for room")
+    durability: Literal["memory", "disk"] = Field("memory", description="whether the broker's state survives its end")
+    data_dir: str = Field("", description="where the state is kept; empty: <run folder>/broker")
 
 
 class RolloutConfig(StrictModel):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
-from broker.messages import Batch, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
+from broker.messages import Batch, DeadItem, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
 
 
 class PushOutcome(StrEnum):
@@ -46,7 +46,8 @@ class Broker(Protocol):
         """The batch to train at learner version ``version``, or None when none is ready within ``wait_s``.
 
         ``groups_per_step`` groups, the ones that lose most tokens at the next version first (ties: oldest first).
-        Groups with nothing left to train at ``version`` are counted as ``stale`` and their prompts queued again.
+        Groups with nothing left to train at ``version`` are counted as ``stale`` and their prompts queued again, and
+        so are groups that cannot be read (``malformed``; for their prompts it counts as an attempt).
         Repeating the call before ``trained`` returns the same batch. Raises RunFinished.
         """
 
@@ -76,7 +77,10 @@ class Broker(Protocol):
         """
 
     def push(self, group: Group) -> PushOutcome:
-        """Delivers a group; it is in the ledger when this returns."""
+        """Delivers a group; it is in the ledger when this returns.
+
+        Waits while the buffer is full (``broker.max_buffer_bytes``). Raises BufferFull after ``broker.push_timeout_s``.
+        """
 
     def release(self, *, lease_id: str, error: str) -> None:
         """Gives a lease back unanswered; with an ``error`` the attempt counts, without it does not."""
@@ -87,6 +91,13 @@ class Broker(Protocol):
 
     def publication(self, *, after_attempt: int, wait_s: float) -> Publication | None:
         """The newest publication if its attempt is above ``after_attempt``, else None after ``wait_s``."""
+
+    # -- operators ---------------------------------------------------------------------------------------------
+    def dead_items(self) -> tuple[DeadItem, ...]:
+        """The training prompts given up, by position; of very many, the newest."""
+
+    def requeue(self, items: Sequence[str]) -> int:
+        """Queues dead prompts again, with all their attempts; returns how many of these there were."""
 
     # -- everyone ----------------------------------------------------------------------------------------------
     def state(self, *, after_revision: int = -1, wait_s: float = 0.0) -> RunState:

@@ -17,6 +17,10 @@ class BrokerUnreachable(BrokerError):
     """The broker did not answer within ``broker.reconnect_timeout_s``."""
 
 
+class BufferFull(BrokerError):
+    """The broker had no room for a group within ``broker.push_timeout_s``."""
+
+
 class RunFinished(BrokerError):
     """The run has ended; there is nothing more to lease or to train."""
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from broker.contract import PushOutcome
 from broker.errors import Refused
-from broker.messages import Group, Prompt
+from broker.heads import GroupHead, position_of, round_version
 from broker.pool import Pool
-from broker.wellformed import round_version
+from broker.rows import Rows
 
 
 class EvaluationRound:
@@ -17,19 +17,25 @@ class EvaluationRound:
     def __init__(self) -> None:
         self.version = -1
         self.pool = Pool()
-        self.answers: dict[str, Group] = {}
+        self.answers: Rows[str, bytes] = Rows()
 
-    def feed(self, prompts: Sequence[Prompt]) -> int:
+    def start(self, version: int) -> None:
+        """A round without prompts; the one before is forgotten."""
+        self.version = version
+        self.pool.forget_all()
+        self.answers.remove_all()
+
+    def feed(self, prompts: Sequence[tuple[str, bytes]]) -> int:
         """Queues the unknown ones; prompts of another version start the round anew."""
         if not prompts:
             return 0
-        version = round_version(prompts)
+        version = round_version(item for item, _ in prompts)
         if version != self.version:
-            self.version, self.pool, self.answers = version, Pool(), {}
+            self.start(version)
         added = 0
-        for prompt in prompts:
-            if prompt.item not in self.pool.items and prompt.item not in self.answers:
-                self.pool.add(prompt)
+        for item, prompt in prompts:
+            if item not in self.pool.items and item not in self.answers:
+                self.pool.add(item, prompt)
                 added += 1
         return added
 
@@ -37,19 +43,19 @@ class EvaluationRound:
         """Whether a generator that holds this version has a prompt to answer here."""
         return policy_version == self.version and bool(self.pool.queued)
 
-    def push(self, group: Group) -> PushOutcome:
+    def push(self, head: GroupHead, body: bytes) -> PushOutcome:
         """Keeps the first answer under a lease that still holds."""
-        grant = self.pool.grants.get(group.lease_id)
+        grant = self.pool.grants.get(head.lease_id)
         if grant is None:
             return PushOutcome.DUPLICATE
-        if grant.item != group.prompt.item:
-            raise Refused(f"lease {group.lease_id} is for item {grant.item}, not for {group.prompt.item}")
-        del self.pool.grants[group.lease_id]
+        if grant.item != head.item:
+            raise Refused(f"lease {head.lease_id} is for item {grant.item}, not for {head.item}")
+        self.pool.end(head.lease_id)
         self.pool.forget(grant.item)
-        self.answers[grant.item] = group
+        self.answers[grant.item] = body
         return PushOutcome.ACCEPTED
 
-    def results(self, version: int) -> tuple[Group, ...]:
+    def results(self, version: int) -> tuple[bytes, ...]:
         """The answers by position; empty for any round but the present one."""
-        ordered = sorted(self.answers.values(), key=lambda group: (group.prompt.position, group.prompt.item))
-        return tuple(ordered) if version == self.version else ()
+        ordered = sorted(self.answers, key=position_of)
+        return tuple(self.answers[item] for item in ordered) if version == self.version else ()

@@ -1,33 +1,42 @@
 """The training items and the states they are in: every transition of the ledger that moves one.
 
-``pool`` holds the prompts (queued, leased), ``buffer`` the delivered groups, ``batches`` those being trained,
-``trained_at`` the version each trained item went into, ``ended`` what will not be trained, ``frontier`` the rest.
+``pool`` holds the prompts (queued, leased), ``held`` the delivered groups, of which those in no batch are the
+``buffer``, ``batches`` what is being trained, ``trained_at`` the version each trained item went into, ``ended`` what
+the learner is still to be told or to save, ``dead`` the prompts that were given up, ``frontier`` the rest.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from broker import rules as staleness
-from broker.messages import Batch, EndedItem, Frontier, Group, Prompt, Rules
+from broker.heads import BatchHead, GroupHead, position_of
+from broker.messages import DeadItem, EndedItem, Frontier, Rules
 from broker.pool import Item, Pool
-from broker.reasons import tally
+from broker.reasons import tally, untally
+from broker.rows import Rows
+
+DEAD_KEPT = 1024  # prompts given up that can still be queued again; older ones are only counted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Held:
-    """A delivered group. ``incarnation`` is the oldest one it may have tokens of; ``size`` in bytes."""
+    """A delivered group. ``incarnation`` is the oldest one it may have tokens of."""
 
-    group: Group
-    tokens_per_version: dict[int, int]
+    head: GroupHead
     incarnation: int
     arrival: int
-    size: int
+    body: bytes
+
+    @property
+    def tokens_per_version(self) -> dict[int, int]:
+        """Tokens that carry loss, by policy version."""
+        return {pair[0]: pair[1] for pair in self.head.tokens}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ended:
     """An item that ended untrained; ``version`` is the policy version whose batch tells the learner of it."""
 
@@ -35,65 +44,84 @@ class Ended:
     version: int | None = None
 
 
+@dataclass(frozen=True)
+class Dead:
+    """A prompt given up, with what it takes to try it again."""
+
+    prompt: bytes
+    attempts: int
+    error: str
+    reason: str
+
+
 class TrainingItems:
     """Containers and transitions. An item is in exactly one container, which ``counts`` relies on."""
 
     def __init__(self) -> None:
         self.pool = Pool()
+        self.held: Rows[str, Held] = Rows()
         self.buffer: dict[str, Held] = {}
-        self.batches: dict[int, tuple[Batch, dict[str, Held]]] = {}
-        self.trained_at: dict[str, int] = {}
-        self.ended: dict[str, Ended] = {}
+        self.batches: Rows[int, BatchHead] = Rows()
+        self.trained_at: Rows[str, int] = Rows()
+        self.ended: Rows[str, Ended] = Rows()
+        self.dead: Rows[str, Dead] = Rows()
         self.frontier = Frontier()
         self.fed = 0
         self.durable = 0
-        self.dead: dict[str, int] = {}
+        self.dead_counts: dict[str, int] = {}
         self.events: Counter[str] = Counter()
+        self.held_bytes = 0
+        self.durable_version = -1
+        self.forks: list[int] = []  # forks[i]: the version that incarnation i started from
+        self.requeued: set[int] = set()  # positions that are live again although the frontier may hold them
         self._beyond: frozenset[int] = frozenset()
-        self._durable_version = -1
-        self._forks: list[int] = []  # _forks[i]: the version that incarnation i started from
+        self._scanned_version = -1
 
     # -- looking -----------------------------------------------------------------------------------------------
     def in_batches(self) -> int:
         """Groups in batches out."""
-        return sum(len(held) for _, held in self.batches.values())
+        return len(self.held) - len(self.buffer)
 
     def outstanding(self) -> int:
         """Groups leased, buffered or in batches: what the window bounds."""
-        return len(self.pool.grants) + len(self.buffer) + self.in_batches()
-
-    def payload_bytes(self) -> int:
-        """Bytes of all groups held."""
-        held = [*self.buffer.values(), *(one for _, batch in self.batches.values() for one in batch.values())]
-        return sum(one.size for one in held)
+        return len(self.pool.grants) + len(self.held)
 
     def abandoned(self, versions: Iterable[int], incarnation: int) -> bool:
         """Whether a later incarnation has started from before one of these versions."""
-        later = min(self._forks[max(0, incarnation + 1) :], default=None)
+        later = min(self.forks[max(0, incarnation + 1) :], default=None)
         return later is not None and any(version > later for version in versions)
 
     # -- forward -----------------------------------------------------------------------------------------------
-    def feed(self, prompt: Prompt) -> bool:
+    def feed(self, item: str, prompt: bytes) -> bool:
         """Queues an item unless it is known."""
-        item = prompt.item
-        if self._is_durable(prompt.position) or item in self.pool.items or item in self.ended:
+        if self._is_durable(position_of(item)) or item in self.pool.items or item in self.ended:
             return False
-        self.pool.add(prompt)
+        self.pool.add(item, prompt)
         self.fed += 1
         return True
 
-    def hold(self, item: str, held: Held) -> None:
+    def hold(self, held: Held) -> None:
         """Puts a delivered group into the buffer."""
-        self.buffer[item] = held
+        self.held[held.head.item] = self.buffer[held.head.item] = held
+        self.held_bytes += len(held.body)
 
-    def end(self, item: Item) -> None:
+    def end(self, item: str, what: Item) -> None:
         """Counts an item out whose last attempt has failed; the next batch tells the learner."""
-        reason = tally(self.dead, item.error)
-        note = EndedItem(item=item.prompt.item, position=item.prompt.position, state="dead", reason=reason)
-        self.ended[note.item] = Ended(note)
+        reason = tally(self.dead_counts, what.error)
+        note = EndedItem(item=item, position=position_of(item), state="dead", reason=reason)
+        self.ended[item] = Ended(note)
+        self.dead[item] = Dead(what.prompt, what.failed_attempts, what.error, reason)
+        while len(self.dead) > DEAD_KEPT:
+            del self.dead[next(iter(self.dead))]
 
     def return_stale(self, version: int, rules: Rules) -> int:
-        """Queues the prompts of groups that have nothing to give at ``version``; returns how many."""
+        """Queues the prompts of groups that have nothing to give at ``version``; returns how many.
+
+        Looks only where it can matter: at a version not looked at before, or when there is enough for a batch.
+        """
+        if version == self._scanned_version and len(self.buffer) < rules.groups_per_step:
+            return 0
+        self._scanned_version = version
         stale = [
             item
             for item, held in self.buffer.items()
@@ -105,12 +133,12 @@ class TrainingItems:
             )
         ]
         for item in stale:
-            del self.buffer[item]
+            self._drop_group(item)
             self.pool.queue(item)
         self.events["dropped" if rules.on_stale == "drop" else "stale"] += len(stale)
         return len(stale)
 
-    def assemble(self, *, batch_id: str, version: int, incarnation: int, rules: Rules) -> Batch:
+    def assemble(self, *, batch_id: str, version: int, incarnation: int, rules: Rules) -> BatchHead:
         """Moves the groups that lose most at ``version + 1`` into a batch."""
 
         def urgency(entry: tuple[str, Held]) -> tuple[int, int]:
@@ -118,69 +146,141 @@ class TrainingItems:
             lost = staleness.tokens_lost_next(tokens, version=version, max_staleness=rules.max_staleness)
             return -lost, entry[1].arrival
 
-        chosen = dict(sorted(self.buffer.items(), key=urgency)[: rules.groups_per_step])
+        chosen = [item for item, _ in sorted(self.buffer.items(), key=urgency)[: rules.groups_per_step]]
         for item in chosen:
             del self.buffer[item]
         untold = sorted((one for one in self.ended.values() if one.version is None), key=lambda o: o.note.position)
         for one in untold:
             self.ended[one.note.item] = replace(one, version=version + 1)
-        batch = Batch(
+        self.batches[version] = BatchHead(
             batch_id=batch_id,
             version=version,
             incarnation=incarnation,
-            groups=tuple(held.group for held in chosen.values()),
+            items=tuple(chosen),
+            lease_ids=tuple(self.held[item].head.lease_id for item in chosen),
             ended=tuple(one.note for one in untold),
         )
-        self.batches[version] = (batch, chosen)
-        return batch
+        return self.batches[version]
 
     def train(self, version: int) -> None:
         """The batch for ``version - 1`` has become part of ``version``; its groups are not needed any more."""
-        _, held = self.batches.pop(version - 1)
-        self.trained_at.update(dict.fromkeys(held, version))
+        items = self.batches[version - 1].items
+        del self.batches[version - 1]
+        for item in items:
+            self._drop_group(item)
+        self.trained_at.put_all(items, version)
 
     def save(self, version: int) -> None:
         """Compacts what was trained, or told as ended, up to ``version`` into the frontier and a number."""
         trained = [item for item, at in self.trained_at.items() if at <= version]
         told = [item for item, one in self.ended.items() if one.version is not None and one.version <= version]
-        positions = [self.ended.pop(item).note.position for item in told]
+        for item in told:
+            del self.ended[item]
         for item in trained:
             del self.trained_at[item]
-            positions.append(self.pool.items.pop(item).prompt.position)
+            self.pool.forget(item)
         self.durable += len(trained)
+        positions = [position_of(item) for item in (*told, *trained)]
+        self.requeued.difference_update(positions)
         self._set_frontier(self.frontier.with_ended(positions))
-        self._durable_version = max(self._durable_version, version)
+        self.durable_version = max(self.durable_version, version)
 
     # -- back --------------------------------------------------------------------------------------------------
+    def take_apart(self, version: int) -> None:
+        """Batches from ``version`` on were never trained and cannot be: their groups wait in the buffer again."""
+        for one in [one for one in self.batches if one >= version]:
+            for item in self.batches[one].items:
+                self.buffer[item] = self.held[item]
+            for note in self.batches[one].ended:
+                self.ended[note.item] = Ended(note)
+            del self.batches[one]
+
+    def spoil(self, item: str, *, error: str, max_attempts: int) -> None:
+        """A buffered group turned out to be unreadable: that attempt has failed."""
+        self._drop_group(item)
+        self.put_back(item, error=error, max_attempts=max_attempts)
+
+    def put_back(self, item: str, *, error: str, max_attempts: int) -> None:
+        """Queues the item of a failed attempt again, or ends it."""
+        ended = self.pool.put_back(item, error=error, max_attempts=max_attempts)
+        if ended is not None:
+            self.end(*ended)
+
+    def dead_items(self) -> tuple[DeadItem, ...]:
+        """The prompts given up that can be queued again, by position."""
+        listed = sorted(self.dead.items(), key=lambda entry: position_of(entry[0]))
+        return tuple(
+            DeadItem(item=item, position=position_of(item), attempts=one.attempts, error=one.error)
+            for item, one in listed
+        )
+
+    def requeue(self, items: Sequence[str]) -> int:
+        """Gives these dead prompts all their attempts again; returns how many there were."""
+        there = [item for item in dict.fromkeys(items) if item in self.dead]
+        for item in there:
+            dead = self.dead[item]
+            del self.dead[item]
+            self.ended.take(item)
+            untally(self.dead_counts, dead.reason)
+            self.requeued.add(position_of(item))
+            self.pool.add(item, dead.prompt)
+        self.events["requeued"] += len(there)
+        return len(there)
+
     def start_from(self, version: int, frontier: Frontier) -> None:
         """A new incarnation starts from ``version``: what lies behind it is undone, ``frontier`` is durable."""
-        self._forks.append(version)
+        self.forks.append(version)
+        self._scanned_version = -1
         self._queue_undone(version)
         given = Frontier(base=frontier.base).with_ended(list(frontier.beyond))
-        if version < self._durable_version:
+        if version < self.durable_version:
             self._restart_at(given)
         else:
             self._extend_to(given)
-        self._durable_version = version
+        self.durable_version = version
+
+    def forget_run(self) -> None:
+        """Another run begins here: nothing of this one is known any more but that its groups are abandoned."""
+        self.pool.forget_all()
+        for rows in (self.held, self.batches, self.trained_at, self.ended, self.dead):
+            rows.remove_all()
+        for container in (self.buffer, self.dead_counts, self.events, self.requeued):
+            container.clear()
+        self.fed = self.durable = self.held_bytes = 0
+        self.durable_version = self._scanned_version = -1
+        self.forks = [-1] * len(self.forks)
+        self._set_frontier(Frontier())
+
+    def restored(self, *, expires_at: float) -> None:
+        """After the rows were read back: what follows from them."""
+        taken = {item for batch in self.batches.values() for item in batch.items}
+        self.buffer = {item: held for item, held in self.held.items() if item not in taken}
+        self.held_bytes = sum(len(held.body) for held in self.held.values())
+        self._set_frontier(self.frontier)
+        self.pool.restored(elsewhere=self.held.keys() | self.trained_at.keys(), expires_at=expires_at)
+
+    def _drop_group(self, item: str) -> None:
+        held = self.held.take(item)
+        if held is not None:
+            self.buffer.pop(item, None)
+            self.held_bytes -= len(held.body)
 
     def _queue_undone(self, version: int) -> None:
-        undone = [item for _, held in self.batches.values() for item in held]
-        self.batches.clear()
-        for item, at in list(self.trained_at.items()):
-            if at > version:
-                del self.trained_at[item]
-                undone.append(item)
-        for item, held in list(self.buffer.items()):
-            if self.abandoned(held.tokens_per_version, held.incarnation):
-                del self.buffer[item]
-                undone.append(item)
+        undone = [item for batch in self.batches.values() for item in batch.items]
+        self.batches.remove_all()
+        undone += [item for item, at in self.trained_at.items() if at > version]
+        undone += [
+            item for item, held in self.buffer.items() if self.abandoned(held.tokens_per_version, held.incarnation)
+        ]
+        for item in undone:
+            self._drop_group(item)
+            self.trained_at.take(item)
         for lease_id, grant in list(self.pool.grants.items()):
             if grant.policy_version > version:
-                del self.pool.grants[lease_id]
-                undone.append(grant.item)
+                undone.append(self.pool.end(lease_id).item)
         for item in undone:
             self.pool.queue(item)
-        for item, one in self.ended.items():
+        for item, one in list(self.ended.items()):
             if one.version is not None and one.version > version:
                 self.ended[item] = Ended(one.note)
 
@@ -189,7 +289,8 @@ class TrainingItems:
         before = self.frontier
         self._set_frontier(Frontier(base=max(before.base, given.base)).with_ended([*before.beyond, *given.beyond]))
         absorbed, told = self._drop_durable()
-        unknown = _size(self.frontier) - _size(before) - absorbed - told
+        live = sum(self.frontier.has(one) and not before.has(one) for one in self.requeued)
+        unknown = _size(self.frontier) - _size(before) - absorbed - told - live
         self.fed += unknown
         self.durable += unknown + absorbed
 
@@ -197,29 +298,36 @@ class TrainingItems:
         """The learner went back behind its last durable version: what lies after ``given`` will be fed again."""
         self._set_frontier(given)
         self._drop_durable()
-        self.dead = {}
+        self.dead_counts = {}
         for item, one in list(self.ended.items()):
-            self.ended[item] = replace(one, note=replace(one.note, reason=tally(self.dead, one.note.reason)))
-        self.durable = _size(given)
+            reason = tally(self.dead_counts, one.note.reason)
+            self.ended[item] = replace(one, note=replace(one.note, reason=reason))
+        for item, dead in list(self.dead.items()):
+            if item in self.ended:
+                self.dead[item] = replace(dead, reason=self.ended[item].note.reason)
+            else:
+                del self.dead[item]
+        self.durable = _size(given) - sum(given.has(one) for one in self.requeued)
         self.fed = self.durable + len(self.pool.items) + len(self.ended)
 
     def _drop_durable(self) -> tuple[int, int]:
         """Forgets the live and the ended items that are durable now; returns how many of each."""
-        live = [item for item, one in self.pool.items.items() if self._is_durable(one.prompt.position)]
+        live = [item for item in self.pool.items if self._is_durable(position_of(item))]
         told = [item for item, one in self.ended.items() if self._is_durable(one.note.position)]
         for item in live:
             self.pool.forget(item)
-            self.buffer.pop(item, None)
-            self.trained_at.pop(item, None)
+            self._drop_group(item)
+            self.trained_at.take(item)
         for lease_id, grant in list(self.pool.grants.items()):
             if grant.item not in self.pool.items:
-                del self.pool.grants[lease_id]
+                self.pool.end(lease_id)
         for item in told:
             del self.ended[item]
         return len(live), len(told)
 
     def _is_durable(self, position: int) -> bool:
-        return position < self.frontier.base or position in self._beyond
+        known = position < self.frontier.base or position in self._beyond
+        return known and position not in self.requeued
 
     def _set_frontier(self, frontier: Frontier) -> None:
         self.frontier, self._beyond = frontier, frozenset(frontier.beyond)

@@ -2,6 +2,7 @@
 
     fed -> queued -> leased -> buffered -> training -> trained(v) -> durable(v)      or -> dead(reason)
 
+Prompts and groups are bodies that it keeps and hands on unread; it decides by their heads (broker/heads.py).
 After the optimizer step only the item's prompt and version are kept, and after the checkpoint only the number of
 durable items and the frontier: memory stays in the order of the window plus what was trained since the checkpoint.
 Time comes in as ``now`` (seconds on any clock). broker/lua holds the same machine for Redis.
@@ -15,25 +16,12 @@ from broker import rules as staleness
 from broker.contract import PushOutcome
 from broker.errors import NoOpenRun, Refused, RunFinished
 from broker.evaluation import EvaluationRound
+from broker.heads import BatchHead, GroupHead, LeaseHead, is_eval, refuse_misfit, refuse_misnamed_items
 from broker.items import Held, TrainingItems
-from broker.messages import (
-    Batch,
-    Counts,
-    Frontier,
-    Group,
-    Lease,
-    Member,
-    MemberState,
-    Prompt,
-    Publication,
-    Rules,
-    RunState,
-    Split,
-)
+from broker.messages import Counts, DeadItem, Frontier, Member, MemberState, Publication, Rules, RunState
 from broker.pool import Pool
 from broker.reasons import short
 from broker.roster import Roster
-from broker.wellformed import payload_bytes, refuse_misnamed
 
 
 class Ledger:
@@ -54,36 +42,41 @@ class Ledger:
         self.roster = Roster()
         self.newest: Publication | None = None
         self.events = self.items.events
-        self._token = ""
-        self._serial = 0
+        self.token = ""
+        self.serial = 0
 
     # -- the learner -------------------------------------------------------------------------------------------
     def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str) -> int:
         """Starts an incarnation. A repeated ``token`` is the same call sent again."""
-        if token != self._token:
-            self.rules, self._token = rules, token
+        if token != self.token:
+            if self.rules is not None and self.rules.run != rules.run:
+                self.items.forget_run()
+            self.rules, self.token = rules, token
             self.items.start_from(version, frontier)
-            self.evaluation = EvaluationRound()
+            self.evaluation.start(-1)
             self.version, self.incarnation, self.finished = version, self.incarnation + 1, ""
             self._news()
         return self.incarnation
 
-    def feed(self, prompts: Sequence[Prompt]) -> int:
+    def feed(self, items: Sequence[str], prompts: Sequence[bytes]) -> int:
         """Queues the unknown ones and returns how many those were."""
         self._open()
-        refuse_misnamed(prompts)
-        added = self.evaluation.feed([prompt for prompt in prompts if prompt.split is Split.EVAL])
-        added += sum(self.items.feed(prompt) for prompt in prompts if prompt.split is Split.TRAIN)
+        refuse_misnamed_items(items)
+        if len(items) != len(prompts):
+            raise Refused(f"{len(items)} items were fed with {len(prompts)} prompts")
+        fed = list(zip(items, prompts, strict=True))
+        added = self.evaluation.feed([one for one in fed if is_eval(one[0])])
+        added += sum(self.items.feed(item, prompt) for item, prompt in fed if not is_eval(item))
         self.changes += added
         return added
 
-    def take_batch(self, *, version: int) -> Batch | None:
+    def take_batch(self, *, version: int) -> BatchHead | None:
         """The batch for ``version``, the same one until it is trained; None when too few groups are ready."""
         rules, batches = self._open(), self.items.batches
         if self.finished:
             raise RunFinished(self.finished)
         if version in batches:
-            return batches[version][0]
+            return batches[version]
         due = staleness.next_training_version(self.version, len(batches))
         if version != due:
             raise Refused(
@@ -97,6 +90,20 @@ class Ledger:
         return self.items.assemble(
             batch_id=self._batch_id(version), version=version, incarnation=self.incarnation, rules=rules
         )
+
+    def bodies(self, batch: BatchHead) -> list[bytes]:
+        """The groups of a batch that is out, in its order."""
+        return [self.items.held[item].body for item in batch.items]
+
+    def spoiled(self, *, version: int, lease_id: str, error: str) -> None:
+        """A group of the batch for ``version`` cannot be read: the batch is undone, the group's attempt has failed."""
+        rules, batch = self._open(), self.items.batches.get(version)
+        if batch is not None and lease_id in batch.lease_ids:
+            self.items.take_apart(version)
+            item = batch.items[batch.lease_ids.index(lease_id)]
+            self.items.spoil(item, error=short(error), max_attempts=rules.max_attempts)
+            self.events["malformed"] += 1
+            self.changes += 1
 
     def trained(self, *, batch_id: str, version: int) -> None:
         """Moves the batch's items to ``trained`` and the learner's version to ``version``."""
@@ -120,7 +127,7 @@ class Ledger:
             raise Refused(f"version {version} cannot be durable: the learner is at version {self.version}")
         self.items.save(version)
 
-    def eval_results(self, *, version: int, count: int, last: bool) -> tuple[Group, ...] | None:
+    def eval_results(self, *, version: int, count: int, last: bool) -> tuple[bytes, ...] | None:
         """The answers of the round at ``version``; None while fewer than ``count`` and not the ``last`` look."""
         self._open()
         answers = self.evaluation.results(version)
@@ -142,39 +149,51 @@ class Ledger:
         self.changes += 1
 
     def finish(self, reason: str) -> None:
-        """Ends the run; the first reason stays."""
+        """Ends the run once; the first reason stays."""
         if not self.finished:
             self.finished = reason or "finished"
             self._news()
 
     # -- generators --------------------------------------------------------------------------------------------
     def lease(
-        self, *, member_id: str, policy_version: int, incarnation: int, max_prompts: int, now: float
-    ) -> tuple[Lease, ...]:
-        """Evaluation first, then training prompts as admitted; empty when there is nothing for this generator."""
+        self, *, member_id: str, policy_version: int, incarnation: int, max_prompts: int, now: float, token: str
+    ) -> tuple[LeaseHead, ...]:
+        """Evaluation first, then training prompts as admitted; empty when there is nothing for this generator.
+
+        A repeated ``token`` is the same call sent again: it gets the leases that it was given and still holds.
+        """
         if self.finished:
             raise RunFinished(self.finished)
         if self.rules is None or incarnation != self.incarnation:
             return ()
-        leases: list[Lease] = []
+        leases = [lease for pool in self._pools() for lease in pool.granted(token)]
+        if leases:
+            return tuple(leases)
         while len(leases) < max_prompts and (pool := self._pool_for(policy_version, self.rules)) is not None:
-            self._serial += 1
+            self.serial += 1
             lease = pool.grant(
-                lease_id=f"{self._token[:8]}.{self._serial}",
+                lease_id=f"{self.token[:8]}.{self.serial}",
                 member_id=member_id,
                 policy_version=policy_version,
                 incarnation=incarnation,
                 expires_at=now + self.rules.lease_timeout_s,
+                token=token,
             )
             leases.append(lease)
         return tuple(leases)
 
-    def push(self, group: Group) -> PushOutcome:
-        """Takes a group in, once, if its lease and its policy still hold."""
-        outcome = self._push_eval(group) if group.prompt.split is Split.EVAL else self._push_train(group)
-        if outcome is not PushOutcome.ACCEPTED:
+    def prompt(self, lease: LeaseHead) -> bytes:
+        """The prompt of a lease that holds."""
+        pool = self.evaluation.pool if is_eval(lease.item) else self.items.pool
+        return pool.items[lease.item].prompt
+
+    def push(self, head: GroupHead, body: bytes) -> PushOutcome | None:
+        """Takes a group in, once, if its lease and its policy still hold; None when the buffer has no room for it."""
+        refuse_misfit(head)
+        outcome = self._push_eval(head, body) if is_eval(head.item) else self._push_train(head, body)
+        if outcome not in (PushOutcome.ACCEPTED, None):
             self.events[outcome.value] += 1
-        self.changes += 1
+        self.changes += outcome is not None
         return outcome
 
     def release(self, *, lease_id: str, error: str) -> None:
@@ -204,16 +223,28 @@ class Ledger:
         current = newest is not None and newest.incarnation == self.incarnation and newest.attempt > after_attempt
         return newest if current else None
 
+    # -- operators ---------------------------------------------------------------------------------------------
+    def dead_items(self) -> tuple[DeadItem, ...]:
+        """The training prompts given up that can still be queued again."""
+        return self.items.dead_items()
+
+    def requeue(self, items: Sequence[str]) -> int:
+        """Queues dead prompts again, with all their attempts; returns how many there were."""
+        self._open()
+        count = self.items.requeue(items)
+        self.changes += count
+        return count
+
     # -- time --------------------------------------------------------------------------------------------------
     def expire(self, now: float) -> None:
         """Ends the leases and members whose time is over."""
         if self.rules is None:
             return
         for pool in self._pools():
-            for grant in pool.expired(now):
+            for lease_id in pool.expired(now):
                 self.events["expired"] += 1
                 text = f"lease expired: no heartbeat for broker.lease_timeout_s = {self.rules.lease_timeout_s:g}"
-                self._give_back(pool, grant.lease.lease_id, text)
+                self._give_back(pool, lease_id, text)
         lost = self.roster.expire(now, self.rules.member_timeout_s)
         self.events["members_lost"] += len(lost)
         for _ in lost:
@@ -226,6 +257,13 @@ class Ledger:
         ends = [pool.next_end() for pool in self._pools()]
         ends.append(self.roster.next_end(self.rules.member_timeout_s))
         return min((end for end in ends if end is not None), default=None)
+
+    def restored(self, now: float) -> None:
+        """After a store has read everything back: every lease has its whole time again, and members will report."""
+        expires_at = now + (self.rules.lease_timeout_s if self.rules else 0.0)
+        self.items.restored(expires_at=expires_at)
+        self.evaluation.pool.restored(elsewhere=set(), expires_at=expires_at)
+        self.revision += 1
 
     # -- looking -----------------------------------------------------------------------------------------------
     def counts(self) -> Counts:
@@ -240,7 +278,7 @@ class Ledger:
             trained=len(items.trained_at),
             durable=items.durable,
             filtered={},
-            dead=dict(sorted(items.dead.items())),
+            dead=dict(sorted(items.dead_counts.items())),
             events={name: count for name, count in sorted(self.events.items()) if count},
         )
 
@@ -255,7 +293,7 @@ class Ledger:
             counts=self.counts(),
             members=self.roster.all(),
             publication=self.newest,
-            buffered_bytes=self.items.payload_bytes(),
+            buffered_bytes=self.items.held_bytes,
         )
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -277,7 +315,7 @@ class Ledger:
     def _pool_for(self, policy_version: int, rules: Rules) -> Pool | None:
         if self.evaluation.wants(policy_version):
             return self.evaluation.pool
-        admitted = staleness.admitted(
+        admitted = self.items.held_bytes < rules.max_buffer_bytes and staleness.admitted(
             policy_version=policy_version,
             version=self.version,
             batches_out=len(self.items.batches),
@@ -287,30 +325,41 @@ class Ledger:
         )
         return self.items.pool if admitted and self.items.pool.queued else None
 
-    def _push_eval(self, group: Group) -> PushOutcome:
-        abandoned = group.incarnation != self.incarnation
-        return PushOutcome.ABANDONED if abandoned else self.evaluation.push(group)
+    def _push_eval(self, head: GroupHead, body: bytes) -> PushOutcome:
+        abandoned = head.incarnation != self.incarnation
+        return PushOutcome.ABANDONED if abandoned else self.evaluation.push(head, body)
 
-    def _push_train(self, group: Group) -> PushOutcome:
-        pool, tokens = self.items.pool, group.tokens_per_version()
-        grant = pool.grants.get(group.lease_id)
+    def _push_train(self, head: GroupHead, body: bytes) -> PushOutcome | None:
+        pool, versions = self.items.pool, [version for version, _ in head.tokens]
+        grant = pool.grants.get(head.lease_id)
         if grant is None:
-            known_abandoned = self.items.abandoned(tokens, group.incarnation)
+            known_abandoned = self.items.abandoned(versions, head.incarnation)
             return PushOutcome.ABANDONED if known_abandoned else PushOutcome.DUPLICATE
-        if grant.item != group.prompt.item:
-            raise Refused(f"lease {group.lease_id} is for item {grant.item}, not for {group.prompt.item}")
-        del pool.grants[group.lease_id]
+        if grant.item != head.item:
+            raise Refused(f"lease {head.lease_id} is for item {grant.item}, not for {head.item}")
         # The generator may have begun under the lease's incarnation and name a later one: the older one decides.
-        incarnation = min(group.incarnation, grant.lease.incarnation)
-        if self.items.abandoned(tokens, incarnation):
+        incarnation = min(head.incarnation, grant.incarnation)
+        if self.items.abandoned(versions, incarnation):
+            pool.end(head.lease_id)
             pool.queue(grant.item)
             return PushOutcome.ABANDONED
-        self._serial += 1
-        self.items.hold(grant.item, Held(group, tokens, incarnation, self._serial, payload_bytes(group)))
+        if not staleness.has_room(
+            held_bytes=self.items.held_bytes,
+            size=len(body),
+            buffered=len(self.items.buffer),
+            groups_per_step=self._open().groups_per_step,
+            max_buffer_bytes=self._open().max_buffer_bytes,
+        ):
+            return None
+        pool.end(head.lease_id)
+        self.serial += 1
+        self.items.hold(Held(head, incarnation, self.serial, body))
         return PushOutcome.ACCEPTED
 
     def _give_back(self, pool: Pool, lease_id: str, error: str) -> None:
         self.changes += 1
-        item = pool.give_back(lease_id, error=error, max_attempts=self._open().max_attempts)
-        if item is not None and pool is self.items.pool:
-            self.items.end(item)
+        if pool is self.items.pool:
+            item = pool.end(lease_id).item
+            self.items.put_back(item, error=error, max_attempts=self._open().max_attempts)
+        else:
+            pool.give_back(lease_id, error=error, max_attempts=self._open().max_attempts)

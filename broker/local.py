@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from broker.caller import Caller, fresh_token
-from broker.calls import PENDING, Call, answer
+from broker.calls import PENDING, Bodies, Call, answer
+from broker.config import BrokerConfig
 from broker.ledger import Ledger
 
 T = TypeVar("T")
@@ -23,31 +24,32 @@ class LocalBroker(Caller):
 
     def __init__(
         self,
+        config: BrokerConfig | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         token: Callable[[], str] = fresh_token,
         shared: tuple[Ledger, threading.Condition] | None = None,
     ) -> None:
-        super().__init__(token=token)
+        super().__init__(config or BrokerConfig(), token=token)
         self._clock = clock
         self.ledger, self._changed = shared or (Ledger(), threading.Condition())
 
     def client(self) -> LocalBroker:
         """Another client of the same ledger."""
-        return LocalBroker(clock=self._clock, token=self._token, shared=(self.ledger, self._changed))
+        return LocalBroker(self._config, clock=self._clock, token=self._token, shared=(self.ledger, self._changed))
 
-    def _answer(self, call: Call[T], wait_s: float) -> T:
+    def _exchange(self, call: Call[T], bodies: Bodies, wait_s: float) -> tuple[T, Bodies]:
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:
                 changes, left = self.ledger.changes, deadline - time.monotonic()
                 try:
-                    found = answer(self.ledger, call, now=self._clock(), last=left <= 0)
+                    found = answer(self.ledger, call, bodies, now=self._clock(), last=left <= 0)
                 finally:
                     if self.ledger.changes != changes:
                         self._changed.notify_all()
                 if found is not PENDING:
-                    return cast(T, found)
+                    return found
                 self._changed.wait(self._pause(left))
 
     def _pause(self, left: float) -> float:

@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -111,11 +111,15 @@ class Group:
 
     def tokens_per_version(self) -> dict[int, int]:
         """Tokens that carry loss, by the policy version that sampled them."""
+        if not self.completions:
+            return {}
+        runs = np.concatenate([completion.version_runs for completion in self.completions])
+        carried = np.concatenate([completion.loss_mask for completion in self.completions]).astype(bool)
+        before = np.concatenate([[0], np.cumsum(carried)])
+        ends = np.cumsum(runs[:, 1])
         counts: dict[int, int] = {}
-        for completion in self.completions:
-            versions, carries = completion.versions(), completion.loss_mask.astype(bool)
-            values, sizes = np.unique(versions[carries], return_counts=True)
-            for version, size in zip(values.tolist(), sizes.tolist(), strict=True):
+        for version, size in zip(runs[:, 0].tolist(), (before[ends] - before[ends - runs[:, 1]]).tolist(), strict=True):
+            if size:
                 counts[version] = counts.get(version, 0) + size
         return counts
 
@@ -128,6 +132,16 @@ class EndedItem:
     position: int
     state: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadItem:
+    """A prompt given up after ``max_attempts``, which can be queued again. ``error``: of the last attempt."""
+
+    item: str
+    position: int
+    attempts: int
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +166,9 @@ class Rules:
         max_attempts: leases of one item before it is dead.
         lease_timeout_s: a lease without heartbeat for this long returns its prompt.
         member_timeout_s: a member without heartbeat for this long is gone.
+        max_buffer_bytes: of delivered groups; beyond it nothing is leased, and pushes wait unless the batch being
+            gathered needs them (so at most B groups more are held).
+        run: name of the training run; a ledger that holds another run's items forgets them.
     """
 
     max_staleness: int
@@ -160,6 +177,8 @@ class Rules:
     max_attempts: int
     lease_timeout_s: float
     member_timeout_s: float
+    max_buffer_bytes: int = 1 << 62
+    run: str = ""
 
     @property
     def window(self) -> int:

@@ -17,3 +17,10 @@ def tally(counts: dict[str, int], reason: str) -> str:
     name = reason if reason in counts or len(counts) < DISTINCT_REASONS else OTHER
     counts[name] = counts.get(name, 0) + 1
     return name
+
+
+def untally(counts: dict[str, int], name: str) -> None:
+    """Takes back what ``tally`` counted under this name."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
+import uuid
 from collections.abc import Callable
 from importlib.resources import files
 from typing import Any, TypeVar, cast
@@ -20,19 +21,24 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from broker.caller import Caller, fresh_token
-from broker.calls import Call
-from broker.codec import decode
+from broker.calls import Bodies, Call, EvalResults, LeasePrompts, ReadPublication, ReadState, TakeBatch
 from broker.config import BrokerConfig
 from broker.errors import BrokerError, BrokerUnreachable, NoOpenRun, Refused, RunFinished
-from broker.messages import Group
 from broker.redis_calls import READERS, REQUESTS, Request
 
 T = TypeVar("T")
 
-PARTS = ("store", "pool", "items", "calls", "looks")
+PARTS = ("store", "pool", "items", "wakes", "calls", "looks")
 SOCKET_TIMEOUT_S = 10.0
 LONGEST_WAIT_S = 2.0  # below the socket's timeout, or an idle wait would look like a broken connection
 GROUPS_PER_READ = 32
+# The channel on which the end of a wait is announced (lua/wakes.lua); leases have one for each client.
+WAITS: dict[type[Call[Any]], str] = {
+    TakeBatch: "batch",
+    EvalResults: "answers",
+    ReadPublication: "offers",
+    ReadState: "news",
+}
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 2.0
 OLDEST = (6, 2)
 
@@ -56,12 +62,13 @@ class RedisBroker(Caller):
         clock: Callable[[], float] | None = None,
         token: Callable[[], str] = fresh_token,
     ) -> None:
-        super().__init__(token=token)
-        self._config = config
+        super().__init__(config, token=token)
         self._clock = clock
         self._namespace = "{" + (config.namespace or "slipstream") + "}"  # one hash slot: scripts touch many keys
         self._checked = False
         self._notices: Any = None
+        self._heard: set[str] = set()
+        self._lease_channel = f"lease:{uuid.uuid4().hex}"
         self._redis = redis.Redis.from_url(
             url,
             socket_timeout=SOCKET_TIMEOUT_S,
@@ -77,53 +84,50 @@ class RedisBroker(Caller):
         self._redis.close()
 
     # -- calls -------------------------------------------------------------------------------------------------
-    def _answer(self, call: Call[T], wait_s: float) -> T:
-        request = REQUESTS[type(call)](call)
-        request.args.setdefault("token", self._token())
-        limit = self._config.max_frame_bytes
-        for blob in request.payloads:
-            if len(blob) > limit:
-                raise Refused(f"{type(call).__name__} of {len(blob)} bytes is over broker.max_frame_bytes = {limit}")
+    def _exchange(self, call: Call[T], bodies: Bodies, wait_s: float) -> tuple[T, Bodies]:
+        request = REQUESTS[type(call)](call, bodies)
+        channel = self._lease_channel if isinstance(call, LeasePrompts) else WAITS.get(type(call), "")
         until = time.monotonic() + wait_s
         while True:
             left = until - time.monotonic()
-            status, *rest = self._reached(functools.partial(self._run, call, request, last=left <= 0))
+            last = left <= 0 or not channel
+            status, *rest = self._reached(functools.partial(self._run, call, request, last=last))
             if status != b"wait":
-                return cast(T, self._read(call, status, rest))
-            if self._notices is None:
+                return cast(tuple[T, Bodies], self._read(call, status, rest))
+            if channel not in self._heard:
                 # Listen first, then look once more: a change in between is a notice that waits for us.
-                self._notices = self._reached(self._subscribe)
+                self._reached(functools.partial(self._listen, channel))
             else:
                 self._await_notice(left, rest[0])
 
     def _run(self, call: Call[Any], request: Request, *, last: bool) -> list[Any]:
         self._check_server()
         now = "" if self._clock is None else repr(self._clock())
-        args = msgpack.packb({**request.args, "last": last}, unicode_errors="surrogatepass")
-        values = (self._namespace, type(call).__name__, now, args, *request.payloads)
+        args = {**request.args, "last": last, "channel": self._lease_channel}
+        packed = msgpack.packb(args, unicode_errors="surrogatepass")
+        values = (self._namespace, type(call).__name__, now, packed, *request.payloads)
         source, sha = script()
         try:
             return cast(list[Any], self._redis.evalsha(sha, 1, *values))
         except redis.exceptions.NoScriptError:  # first call, or the server was restarted or flushed
             return cast(list[Any], self._redis.eval(source, 1, *values))
 
-    def _read(self, call: Call[Any], status: bytes, rest: list[Any]) -> Any:
+    def _read(self, call: Call[Any], status: bytes, rest: list[Any]) -> tuple[Any, Bodies]:
         if status == b"ok":
             value = msgpack.unpackb(rest[0], unicode_errors="surrogatepass", strict_map_key=False)
             read = READERS.get(type(call))
-            return None if read is None else read(call, value, rest[1:], self._groups)
+            return (None, ()) if read is None else read(call, value, rest[1:], self._bodies)
         kind = {b"refused": Refused, b"no_open_run": NoOpenRun, b"finished": RunFinished}[status]
         raise kind(rest[0].decode("utf-8", "replace"))
 
-    def _groups(self, name: str, items: list[str]) -> tuple[Group, ...]:
-        """The groups stored under these items, read in parts so that no answer gets too large."""
-        groups: list[Group] = []
+    def _bodies(self, name: str, items: list[str]) -> list[bytes]:
+        """The groups stored under these items, read in parts so that no answer gets too large; empty where none is."""
+        bodies: list[bytes] = []
         for start in range(0, len(items), GROUPS_PER_READ):
             part = items[start : start + GROUPS_PER_READ]
-            blobs = self._reached(functools.partial(self._redis.hmget, f"{self._namespace}:{name}", part))
-            limit = self._config.max_frame_bytes
-            groups += [decode(blob, Group, max_bytes=limit) for blob in blobs if blob is not None]
-        return tuple(groups)
+            found = self._reached(functools.partial(self._redis.hmget, f"{self._namespace}:{name}", part))
+            bodies += [body or b"" for body in found]
+        return bodies
 
     # -- the connection ----------------------------------------------------------------------------------------
     def _reached(self, attempt: Callable[[], T]) -> T:
@@ -162,11 +166,16 @@ class RedisBroker(Caller):
         self._checked = True
 
     # -- waiting -----------------------------------------------------------------------------------------------
-    def _subscribe(self) -> Any:
-        notices = self._redis.pubsub()
-        notices.subscribe(f"{self._namespace}:changes")
-        notices.get_message(timeout=SOCKET_TIMEOUT_S / 2)  # the confirmation: from here on nothing is missed
-        return notices
+    def _listen(self, channel: str) -> None:
+        notices = self._notices or self._redis.pubsub()
+        self._notices = notices
+        try:
+            notices.subscribe(f"{self._namespace}:{channel}")
+            notices.get_message(timeout=SOCKET_TIMEOUT_S / 2)  # the confirmation: from here on nothing is missed
+        except redis.exceptions.RedisError:
+            self._forget_notices()
+            raise
+        self._heard.add(channel)
 
     def _await_notice(self, left_s: float, expiry_s: bytes) -> None:
         timeout = min(left_s, LONGEST_WAIT_S, float(expiry_s) if expiry_s else LONGEST_WAIT_S)
@@ -181,3 +190,4 @@ class RedisBroker(Caller):
         if self._notices is not None:
             self._notices.close()
             self._notices = None
+            self._heard.clear()

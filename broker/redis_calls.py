@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from broker import calls
+from broker.calls import Bodies
 from broker.codec import decode, encode
 from broker.contract import PushOutcome
-from broker.messages import (
-    Batch,
-    Counts,
-    EndedItem,
-    Group,
-    Lease,
-    Member,
-    MemberState,
-    Prompt,
-    Publication,
-    Rules,
-    RunState,
-    Split,
-)
+from broker.heads import BatchHead, LeaseHead, is_eval, position_of, refuse_misfit, refuse_misnamed_items, round_version
+from broker.messages import Counts, DeadItem, EndedItem, Member, MemberState, Publication, Rules, RunState
 from broker.reasons import short
-from broker.wellformed import payload_bytes, refuse_misnamed, round_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +20,36 @@ class Request:
     """Arguments the script reads, and payloads it only stores."""
 
     args: dict[str, Any]
-    payloads: list[bytes] = field(default_factory=list)
+    payloads: Bodies = ()
 
 
-ReadGroups = Callable[[str, list[str]], tuple[Group, ...]]
+ReadBodies = Callable[[str, list[str]], list[bytes]]
+Answer = tuple[Any, Bodies]
 _STORED = 1 << 40  # what Redis itself has taken in is not limited again
 
 
-def _open_run(call: calls.OpenRun) -> Request:
+def _open_run(call: calls.OpenRun, bodies: Bodies) -> Request:
     rules = {name: str(value) for name, value in asdict(call.rules).items()}
     frontier = call.frontier
     args = {"rules": rules, "version": call.version, "base": frontier.base, "beyond": list(frontier.beyond)}
     return Request({**args, "token": call.token}, [encode(call.rules)])
 
 
-def _feed(call: calls.Feed) -> Request:
-    refuse_misnamed(call.prompts)
-    evaluation = [prompt for prompt in call.prompts if prompt.split is Split.EVAL]
-    args: dict[str, Any] = {
-        "items": [prompt.item for prompt in call.prompts],
-        "evaluation": [prompt.split is Split.EVAL for prompt in call.prompts],
-    }
+def _feed(call: calls.Feed, bodies: Bodies) -> Request:
+    refuse_misnamed_items(call.items)
+    args: dict[str, Any] = {"items": list(call.items)}
+    evaluation = [item for item in call.items if is_eval(item)]
     if evaluation:
         args["round"] = round_version(evaluation)
-    return Request(args, [encode(prompt) for prompt in call.prompts])
+    return Request(args, bodies)
 
 
-def _push(call: calls.Push) -> Request:
-    group = call.group
-    args = {
-        "item": group.prompt.item,
-        "lease_id": group.lease_id,
-        "incarnation": group.incarnation,
-        "evaluation": group.prompt.split is Split.EVAL,
-        "tokens": [list(pair) for pair in group.tokens_per_version().items()],
-        "size": payload_bytes(group),
-    }
-    return Request(args, [encode(group)])
+def _push(call: calls.Push, bodies: Bodies) -> Request:
+    refuse_misfit(call.head)
+    return Request(asdict(call.head), bodies)
 
 
-def _report(call: calls.Report) -> Request:
+def _report(call: calls.Report, bodies: Bodies) -> Request:
     member = call.member
     shown = {
         "state": member.state.value,
@@ -88,17 +66,17 @@ def _report(call: calls.Report) -> Request:
     return Request(args, [encode(member)])
 
 
-def _publish(call: calls.Publish) -> Request:
+def _publish(call: calls.Publish, bodies: Bodies) -> Request:
     publication = call.publication
     args = {"incarnation": publication.incarnation, "attempt": publication.attempt}
     return Request(args, [encode(publication)])
 
 
-def _plain(call: Any) -> Request:
+def _plain(call: Any, bodies: Bodies) -> Request:
     return Request(asdict(call))
 
 
-REQUESTS: dict[type[calls.Call[Any]], Callable[[Any], Request]] = {
+REQUESTS: dict[type[calls.Call[Any]], Callable[[Any, Bodies], Request]] = {
     **dict.fromkeys(calls.CALLS.values(), _plain),
     calls.OpenRun: _open_run,
     calls.Feed: _feed,
@@ -108,35 +86,43 @@ REQUESTS: dict[type[calls.Call[Any]], Callable[[Any], Request]] = {
 }
 
 
-def _take_batch(call: calls.TakeBatch, value: Any, blobs: list[bytes], groups: ReadGroups) -> Batch | None:
+def _take_batch(call: calls.TakeBatch, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
     if not value:
-        return None
+        return None, ()
     ended = [
-        EndedItem(item=item, position=int(item), state="dead", reason=reason) for item, reason in list(value["ended"])
+        EndedItem(item=item, position=position_of(item), state="dead", reason=reason)
+        for item, reason in list(value["ended"])
     ]
-    return Batch(
+    items = list(value["items"])
+    head = BatchHead(
         batch_id=value["id"],
         version=call.version,
         incarnation=int(value["id"].partition(".")[0]),
-        groups=groups("groups", list(value["items"])),
+        items=tuple(items),
+        lease_ids=tuple(value["lease_ids"]),
         ended=tuple(ended),
     )
+    return head, read("groups", items)
 
 
-def _eval_results(call: calls.EvalResults, value: Any, blobs: list[bytes], groups: ReadGroups) -> tuple[Group, ...]:
-    answered = groups("eval:answers", list(value))
-    return tuple(sorted(answered, key=lambda group: group.prompt.position))
+def _eval_results(call: calls.EvalResults, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return None, read("eval:answers", sorted(value, key=position_of))
 
 
-def _leases(call: calls.LeasePrompts, value: Any, blobs: list[bytes], groups: ReadGroups) -> tuple[Lease, ...]:
-    prompts = [decode(blob, Prompt, max_bytes=_STORED) for blob in blobs]
-    return tuple(
-        Lease(lease_id=lease_id, prompt=prompt, attempt=attempt, incarnation=call.incarnation)
-        for (lease_id, attempt, _), prompt in zip(list(value), prompts, strict=True)
-    )
+def _leases(call: calls.LeasePrompts, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    leases = [LeaseHead(lease_id=one, item=item, attempt=attempt) for one, attempt, item in list(value)]
+    return tuple(leases), bodies
 
 
-def _state(call: calls.ReadState, value: Any, blobs: list[bytes], groups: ReadGroups) -> RunState:
+def _dead(call: calls.ReadDead, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    dead = [
+        DeadItem(item=item, position=position_of(item), attempts=attempts, error=error)
+        for item, attempts, error in list(value)
+    ]
+    return tuple(sorted(dead, key=lambda one: one.position)), ()
+
+
+def _state(call: calls.ReadState, value: Any, blobs: list[bytes], read: ReadBodies) -> Answer:
     rules, publication, *members = blobs
     books = ("fed", "queued", "leased", "buffered", "training", "trained", "durable")
     counts = Counts(
@@ -146,7 +132,7 @@ def _state(call: calls.ReadState, value: Any, blobs: list[bytes], groups: ReadGr
         events=dict(sorted((name, count) for name, count in list(value["events"]))),
     )
     roster = [_member(blob, shown) for blob, (_, shown) in zip(members, list(value["shown"]), strict=True)]
-    return RunState(
+    state = RunState(
         revision=value["revision"],
         incarnation=value["incarnation"],
         version=value["version"],
@@ -157,6 +143,7 @@ def _state(call: calls.ReadState, value: Any, blobs: list[bytes], groups: ReadGr
         publication=decode(publication, Publication, max_bytes=_STORED) if publication else None,
         buffered_bytes=value["buffered_bytes"],
     )
+    return state, ()
 
 
 def _member(blob: bytes, shown: dict[str, Any]) -> Member:
@@ -166,19 +153,19 @@ def _member(blob: bytes, shown: dict[str, Any]) -> Member:
     return member
 
 
-def _number(call: Any, value: Any, blobs: list[bytes], groups: ReadGroups) -> int:
-    return int(value)
+def _number(call: Any, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return int(value), ()
 
 
-def _outcome(call: calls.Push, value: Any, blobs: list[bytes], groups: ReadGroups) -> PushOutcome:
-    return PushOutcome(value)
+def _outcome(call: calls.Push, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return PushOutcome(value) if value else None, ()
 
 
-def _publication(call: calls.ReadPublication, value: Any, blobs: list[bytes], groups: ReadGroups) -> Publication | None:
-    return decode(blobs[0], Publication, max_bytes=_STORED) if value else None
+def _publication(call: calls.ReadPublication, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return decode(bodies[0], Publication, max_bytes=_STORED) if value else None, ()
 
 
-READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadGroups], Any]] = {
+READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadBodies], Answer]] = {
     calls.OpenRun: _number,
     calls.Feed: _number,
     calls.TakeBatch: _take_batch,
@@ -187,4 +174,6 @@ READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadGroups
     calls.Push: _outcome,
     calls.ReadPublication: _publication,
     calls.ReadState: _state,
+    calls.ReadDead: _dead,
+    calls.Requeue: _number,
 }

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0
 PORT_TRIES = 5
+PASSWORD_FILE = "redis.password"
 _READY, _BUSY = "Ready to accept connections", "Address already in use"
 
 
@@ -47,13 +48,15 @@ def find_server() -> Path:
 class RedisServer:
     """Starts in the constructor and is ready when that returns; ``stop`` ends it and removes its files.
 
-    ``password`` is generated when empty; one that comes back after an outage needs the one it had.
+    ``password`` is generated when empty; one that comes back after an outage needs the one it had. With a ``data_dir``
+    every write is in an append-only file there before it is answered, and the password is kept beside it.
     """
 
-    def __init__(self, config: BrokerConfig, *, password: str = "") -> None:
+    def __init__(self, config: BrokerConfig, *, password: str = "", data_dir: Path | None = None) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="slipstream-redis-"))
         self.config_file = self._directory / "redis.conf"
-        self.password = password or secrets.token_urlsafe(24)
+        self._data_dir = data_dir
+        self.password = password or (_kept_password(data_dir) if data_dir else secrets.token_urlsafe(24))
         try:
             self._process, self.port = self._start_somewhere(config)
         except BaseException:
@@ -122,10 +125,26 @@ class RedisServer:
         self.config_file.touch(mode=0o600)
         self.config_file.write_text(
             f"bind {socket.gethostbyname(host)}\nport {port}\nrequirepass {self.password}\nprotected-mode yes\n"
-            f'dir {self._directory}\nsave ""\nappendonly no\nmaxmemory-policy noeviction\n'
+            f'dir {self._data_dir or self._directory}\nsave ""\nmaxmemory-policy noeviction\n'
+            f"appendonly {'yes' if self._data_dir else 'no'}\nappendfsync always\n"
             'daemonize no\nlogfile ""\nloglevel notice\nalways-show-logo no\n',
             encoding="utf-8",
         )
+
+
+def _kept_password(data_dir: Path) -> str:
+    """The password of the server on this data, made when there is none. Raises BrokerError if it cannot be kept."""
+    path = data_dir / PASSWORD_FILE
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        if not path.is_file():
+            temporary = path.with_suffix(".new")
+            temporary.touch(mode=0o600)
+            temporary.write_text(secrets.token_urlsafe(24), encoding="utf-8")
+            temporary.replace(path)
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise BrokerError(f"broker.data_dir = {data_dir} cannot be used: {error}") from error
 
 
 def _relay(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:

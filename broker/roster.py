@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from broker.messages import Member, MemberState
 
@@ -14,7 +15,7 @@ class Roster:
     """Members by id. One that left cleanly is forgotten; one that failed or fell silent is kept as GONE."""
 
     members: dict[str, Member] = field(default_factory=dict)
-    _seen: dict[str, float] = field(default_factory=dict)
+    _seen: dict[str, float] = field(default_factory=dict)  # in order of time: who reports goes to the end
 
     def report(self, member: Member, now: float) -> bool:
         """Takes a report in and returns whether it is news beyond a heartbeat."""
@@ -29,7 +30,8 @@ class Roster:
 
     def expire(self, now: float, timeout_s: float) -> list[Member]:
         """Marks members without a heartbeat for ``timeout_s`` as GONE and returns them."""
-        lost = [self.members.pop(one) for one, seen in sorted(self._seen.items()) if seen + timeout_s <= now]
+        silent = takewhile(lambda one: self._seen[one] + timeout_s <= now, self._seen)
+        lost = [self.members.pop(one) for one in sorted(silent)]
         for member in lost:
             del self._seen[member.member_id]
             text = member.error or f"no heartbeat for broker.member_timeout_s = {timeout_s:g}"
@@ -38,7 +40,7 @@ class Roster:
 
     def next_end(self, timeout_s: float) -> float | None:
         """When the first member will have been silent for too long."""
-        return min(self._seen.values()) + timeout_s if self._seen else None
+        return next(iter(self._seen.values())) + timeout_s if self._seen else None
 
     def all(self) -> tuple[Member, ...]:
         """Everyone, by id."""

@@ -45,3 +45,12 @@ def is_stale(tokens_per_version: Mapping[int, int], *, version: int, max_stalene
     return tokens_left(tokens_per_version, version=version, max_staleness=max_staleness) == 0 and bool(
         tokens_per_version
     )
+
+
+def has_room(*, held_bytes: int, size: int, buffered: int, groups_per_step: int, max_buffer_bytes: int) -> bool:
+    """Whether a group of ``size`` bytes may enter the buffer.
+
+    Up to ``max_buffer_bytes`` in all; but the batch being gathered always gets its groups, or nothing would ever
+    leave a full buffer.
+    """
+    return buffered < groups_per_step or held_bytes + size <= max_buffer_bytes

@@ -1,6 +1,6 @@
 """The ZeroMQ broker: one thread, one ledger, answers deferred instead of polled for.
 
-    request -> decode -> answer(ledger) -> value        reply at once
+    request -> decode -> answer(ledger) -> value        a reply, sent at the end of the turn (and after the store)
                                         -> PENDING      a waiter: asked again after every change of the ledger,
                                                         and for the last time at its deadline
 The loop waits for a request, the earliest deadline of a waiter, the next lease or member to expire, or ``stop``.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import logging
 import socket
 import threading
@@ -22,16 +23,18 @@ from typing import Any
 
 import zmq
 
-from broker.calls import PENDING, Call, EvalResults, LeasePrompts, TakeBatch, answer
+from broker.calls import PENDING, Bodies, Call, EvalResults, LeasePrompts, TakeBatch, answer, waits_alike
 from broker.codec import decode
 from broker.config import BrokerConfig
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
+from broker.heads import LeaseHead
 from broker.ledger import Ledger
+from broker.store import Store
 from broker.wire import HEAD_BYTES, NO_REQUEST, RequestHead, error_reply, read_call, value_reply, waiting_reply
 
 log = logging.getLogger(__name__)
 
-CLIENTS_REMEMBERED = 1024  # last answers kept for a request sent again; the longest silent client is forgotten first
+CLIENTS_REMEMBERED = 16384  # last answers kept for a request sent again; the longest silent client is forgotten first
 REQUESTS_PER_TURN = 64  # taken in before waiters are looked at, so that a busy sender cannot hold up the rest
 
 
@@ -41,19 +44,29 @@ class Session:
 
     request_id: int
     call: Call[Any] | None = None
+    bodies: Bodies = ()
     deadline: float = 0.0
     reply: list[bytes] | None = None
+    alike: object = None  # while it waits: the key of those who wait alike
 
 
 class BrokerServer:
-    """Binds in the constructor and keeps the port; ``run`` serves until ``stop``."""
+    """Binds in the constructor and keeps the port; ``run`` serves until ``stop``.
 
-    def __init__(self, config: BrokerConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    ``store`` makes the ledger durable: it is loaded here, and no answer leaves before its change is stored.
+    """
+
+    def __init__(
+        self, config: BrokerConfig, *, clock: Callable[[], float] = time.monotonic, store: Store | None = None
+    ) -> None:
         self.ledger = Ledger()
+        self._store = store
         self._max_bytes = config.max_frame_bytes
         self._clock = clock
         self._sessions: OrderedDict[bytes, Session] = OrderedDict()
-        self._waiting: dict[bytes, Session] = {}  # in order of arrival: first come, first served
+        self._waiting: dict[object, OrderedDict[bytes, Session]] = {}  # alike ones together, first come first served
+        self._deadlines: list[tuple[float, int, bytes]] = []  # with the request's number; may hold what has ended
+        self._outbox: list[tuple[bytes, list[bytes], tuple[LeaseHead, ...]]] = []
         self._seen_changes = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._wake_address = f"inproc://broker-stop-{uuid.uuid4().hex}"
@@ -68,6 +81,8 @@ class BrokerServer:
         # Twice the limit still gets an answer that says why; beyond, ZeroMQ closes the connection unread.
         self._router.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_frame_bytes)
         self.url = self._bind(config)
+        if store is not None and store.load(self.ledger, clock()):
+            log.info("the ledger is back: version %d, %s", self.ledger.version, self.ledger.counts())
 
     def run(self, stop: threading.Event) -> None:
         """Serves until ``stop`` is set, then closes."""
@@ -80,13 +95,16 @@ class BrokerServer:
                 self._take_requests()
                 self.ledger.expire(self._clock())
                 self._ask_again()
+                self._flush()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Frees the port."""
+        """Frees the port and the store."""
         self._router.close()
         self._wake.close(linger=0)
+        if self._store is not None:
+            self._store.close()
 
     # -- requests ----------------------------------------------------------------------------------------------
     def _take_requests(self) -> None:
@@ -105,47 +123,64 @@ class BrokerServer:
             if session is not None and head.request_id <= session.request_id:
                 self._repeat(sender, session, head)
                 return
-            call = read_call(head, frames[1:], max_bytes=self._max_bytes)
+            call, bodies = read_call(head, frames[1:], max_bytes=self._max_bytes)
         except Refused as error:
             self.ledger.events["malformed"] += 1
             log.warning("refused a request: %s", error)
-            self._send(sender, error_reply(head.request_id if head else NO_REQUEST, error))
+            self._post(sender, error_reply(head.request_id if head else NO_REQUEST, error))
             return
-        session = Session(head.request_id, call, self._clock() + head.wait_s)
+        session = Session(head.request_id, call, bodies, self._clock() + head.wait_s)
         self._remember(sender, session)
-        self._waiting[sender] = session
-        self._try(sender, session)
+        if not self._try(sender, session):
+            session.alike = waits_alike(call)
+            self._waiting.setdefault(session.alike, OrderedDict())[sender] = session
+            heapq.heappush(self._deadlines, (session.deadline, session.request_id, sender))
 
     def _repeat(self, sender: bytes, session: Session, head: RequestHead) -> None:
         """The client did not see an answer in time: say so again, or that the call still waits."""
         if head.request_id == session.request_id:
-            self._send(sender, session.reply or waiting_reply(session.request_id))
+            self._post(sender, session.reply or waiting_reply(session.request_id))
 
-    def _try(self, sender: bytes, session: Session) -> None:
-        """Answers the call if it can be answered now."""
+    def _try(self, sender: bytes, session: Session) -> bool:
+        """Answers the call if it can be answered now, and says whether it was."""
         call, now = session.call, self._clock()
         assert call is not None
         try:
-            value = answer(self.ledger, call, now=now, last=now >= session.deadline)
+            found = answer(self.ledger, call, session.bodies, now=now, last=now >= session.deadline)
         except (Refused, NoOpenRun, RunFinished) as error:
             self._reply(sender, session, error_reply(session.request_id, error))
-            return
-        if value is PENDING:
-            return
-        delivered = self._reply(sender, session, value_reply(session.request_id, call, value))
-        if isinstance(call, LeasePrompts) and not delivered:
-            for lease in value:  # nobody got them: better now than after broker.lease_timeout_s
-                self.ledger.release(lease_id=lease.lease_id, error="")
+            return True
+        if found is PENDING:
+            return False
+        value, bodies = found
+        leases = value if isinstance(call, LeasePrompts) else ()
+        self._reply(sender, session, value_reply(session.request_id, call, value, bodies), leases)
+        return True
 
-    def _reply(self, sender: bytes, session: Session, frames: list[bytes]) -> bool:
-        """Sends the answer and remembers it, unless the call repeats to the same answer anyway and may be large."""
-        del self._waiting[sender]
-        delivered = self._send(sender, frames)
-        if not delivered or isinstance(session.call, TakeBatch | EvalResults):
+    def _reply(self, sender: bytes, session: Session, frames: list[bytes], leases: tuple[LeaseHead, ...] = ()) -> None:
+        """Remembers the answer for a request sent again, unless that gets the same anyway and may be large."""
+        call = session.call
+        self._stop_waiting(sender, session)
+        if isinstance(call, TakeBatch | EvalResults):
             del self._sessions[sender]
         else:
-            session.call, session.reply = None, frames
-        return delivered
+            session.call, session.bodies, session.reply = None, (), frames
+        self._post(sender, frames, leases)
+
+    def _post(self, sender: bytes, frames: list[bytes], leases: tuple[LeaseHead, ...] = ()) -> None:
+        self._outbox.append((sender, frames, leases))
+
+    def _flush(self) -> None:
+        """Stores what this turn has changed, then sends its answers."""
+        if self._store is not None:
+            self._store.commit(self.ledger)
+        outbox, self._outbox = self._outbox, []
+        for sender, frames, leases in outbox:
+            if self._send(sender, frames):
+                continue
+            self._sessions.pop(sender, None)
+            for lease in leases:  # nobody got them: better now than after broker.lease_timeout_s
+                self.ledger.release(lease_id=lease.lease_id, error="")
 
     def _send(self, sender: bytes, frames: list[bytes]) -> bool:
         try:
@@ -157,27 +192,44 @@ class BrokerServer:
         return True
 
     def _remember(self, sender: bytes, session: Session) -> None:
-        self._waiting.pop(sender, None)
-        self._sessions.pop(sender, None)
+        self._forget(sender)
         self._sessions[sender] = session
         while len(self._sessions) > CLIENTS_REMEMBERED:
-            forgotten, _ = self._sessions.popitem(last=False)
-            self._waiting.pop(forgotten, None)
+            self._forget(next(iter(self._sessions)))
+
+    def _forget(self, sender: bytes) -> None:
+        session = self._sessions.pop(sender, None)
+        if session is not None:
+            self._stop_waiting(sender, session)
 
     # -- waiters -----------------------------------------------------------------------------------------------
+    def _stop_waiting(self, sender: bytes, session: Session) -> None:
+        if session.alike is None:
+            return
+        bucket = self._waiting[session.alike]
+        del bucket[sender]
+        if not bucket:
+            del self._waiting[session.alike]
+        session.alike = None
+
     def _ask_again(self) -> None:
-        """Looks at the waiters whose time is over, and at all of them as long as the ledger changes."""
+        """Looks at the waiters whose time is over, and at all kinds of them as long as the ledger changes."""
         now = self._clock()
-        for sender, session in list(self._waiting.items()):
-            if session.deadline <= now:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id, sender = heapq.heappop(self._deadlines)
+            session = self._sessions.get(sender)
+            if session is not None and session.request_id == request_id and session.call is not None:
                 self._try(sender, session)
         while self._seen_changes != self.ledger.changes:
             self._seen_changes = self.ledger.changes
-            for sender, session in list(self._waiting.items()):
-                self._try(sender, session)
+            for bucket in list(self._waiting.values()):
+                while bucket and self._try(*next(iter(bucket.items()))):
+                    pass
 
     def _pause_ms(self) -> int | None:
-        ends = [session.deadline for session in self._waiting.values()]
+        if self._seen_changes != self.ledger.changes:
+            return 0
+        ends = [self._deadlines[0][0]] if self._deadlines else []
         expiry = self.ledger.next_deadline()
         ends += [] if expiry is None else [expiry]
         return None if not ends else max(0, int(1000 * (min(ends) - self._clock())) + 1)

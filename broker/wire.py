@@ -1,20 +1,19 @@
 """How calls and answers travel over ZeroMQ.
 
-    request: [RequestHead, call]            answer: [ReplyHead, value, group, group, …]
+    request: [RequestHead, call, body, …]            answer: [ReplyHead, value, body, …]
 
-Groups of an answer travel as frames of their own, so that ``broker.max_frame_bytes`` bounds one group, not a batch.
+Bodies (prompts, groups) are frames of their own, so that ``broker.max_frame_bytes`` bounds one group, not a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from broker.calls import CALLS, Call, answer_type
+from broker.calls import CALLS, Bodies, Call, answer_type
 from broker.codec import decode, encode
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
-from broker.messages import Batch, Group
 
 OK, WAITING = "ok", "waiting"
 HEAD_BYTES = 1 << 16
@@ -51,31 +50,25 @@ def waiting_reply(request_id: int) -> list[bytes]:
     return [encode(ReplyHead(request_id=request_id, outcome=WAITING, text=""))]
 
 
-def value_reply(request_id: int, call: Call[Any], value: Any) -> list[bytes]:
-    """The answer that carries a value."""
-    groups: tuple[Group, ...] = ()
-    if isinstance(value, Batch):
-        groups, value = value.groups, replace(value, groups=())
-    elif isinstance(value, tuple) and value and isinstance(value[0], Group):
-        groups, value = value, ()
+def value_reply(request_id: int, call: Call[Any], value: Any, bodies: Bodies) -> list[bytes]:
+    """The answer that carries a value and its bodies."""
     head = encode(ReplyHead(request_id=request_id, outcome=OK, text=""))
-    return [head, encode(value, answer_type(type(call))), *(encode(group) for group in groups)]
+    return [head, encode(value, answer_type(type(call))), *bodies]
 
 
-def read_value(call: Call[Any], frames: Sequence[bytes], *, max_bytes: int) -> Any:
-    """The value of an answer, from the frames after its head. Raises Refused when they are malformed."""
+def read_value(call: Call[Any], frames: Sequence[bytes], *, max_bytes: int) -> tuple[Any, Bodies]:
+    """The value of an answer and its bodies, from the frames after its head. Raises Refused when malformed."""
     if not frames:
         raise Refused("an answer without a value")
-    value = decode(frames[0], answer_type(type(call)), max_bytes=max_bytes)
-    groups = tuple(decode(frame, Group, max_bytes=max_bytes) for frame in frames[1:])
-    if isinstance(value, Batch):
-        return replace(value, groups=groups)
-    return groups if groups else value
+    return decode(frames[0], answer_type(type(call)), max_bytes=max_bytes), frames[1:]
 
 
-def read_call(head: RequestHead, frames: Sequence[bytes], *, max_bytes: int) -> Call[Any]:
-    """The call of a request, from the frames after its head. Raises Refused when they are malformed."""
+def read_call(head: RequestHead, frames: Sequence[bytes], *, max_bytes: int) -> tuple[Call[Any], Bodies]:
+    """The call of a request and its bodies, from the frames after its head. Raises Refused when malformed."""
     kind = CALLS.get(head.call)
-    if kind is None or len(frames) != 1:
+    if kind is None or not frames:
         raise Refused(f"no call {head.call!r} with {len(frames)} frames is known here")
-    return decode(frames[0], kind, max_bytes=max_bytes)
+    for frame in frames:
+        if len(frame) > max_bytes:
+            raise Refused(f"a frame of {len(frame)} bytes is over broker.max_frame_bytes = {max_bytes}")
+    return decode(frames[0], kind, max_bytes=max_bytes), frames[1:]

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from broker.errors import SlipstreamError
 from launch.signals import Stopped
 
-# name -> (module with ``run(args) -> int``, help). Imported when chosen: torch takes seconds, --help must not.
+# name -> (module, or module:function, help); the function, by default ``run``, takes args and returns the exit code.
+# Imported when chosen: torch takes seconds, --help must not.
 _COMMANDS = {
     "up": ("launch.up", "run everything on this machine"),
     "broker": ("launch.broker_role", "run the broker"),
     "generator": ("launch.generator_role", "run one generator"),
     "learner": ("launch.learner_role", "run the learner, all ranks of this machine"),
     "ledger": ("launch.ledger", "show where every prompt is, and whether the books balance"),
+    "requeue": ("launch.ledger:requeue", "queue prompts again that were given up"),
     "config": ("launch.config_show", "show the resolved configuration and the derived numbers"),
     "doctor": ("launch.doctor", "check this machine, and name the fix"),
 }
@@ -32,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tasks.loading import TaskError
 
     try:
-        command = importlib.import_module(_COMMANDS[args.command][0])
-        return int(command.run(args))
+        module, _, function = _COMMANDS[args.command][0].partition(":")
+        return int(getattr(importlib.import_module(module), function or "run")(args))
     except (ConfigError, TaskError) as error:  # a setting is wrong: trying again does not help
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
@@ -50,6 +52,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand anywhere; argparse alone takes them only side by side."""
     grammar = parser()
     args, rest = grammar.parse_known_args(argv)
+    if args.command == "requeue":
+        words = [*args.overrides, *rest]
+        args.items = [word for word in words if "=" not in word and not word.startswith("-")]
+        args.overrides = [word for word in args.overrides if "=" in word]
+        rest = [word for word in rest if word not in args.items]
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
     if strange:
         grammar.error(f"unrecognized arguments: {' '.join(strange)}")
@@ -68,6 +75,11 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("action", choices=["show"], help="print it as YAML")
         if name == "generator":
             command.add_argument("--id", default="", help="name among the members; default: host and process id")
+        if name == "ledger":
+            command.add_argument("--dead", action="store_true", help="list the prompts that were given up")
+            command.add_argument("--watch", action="store_true", help="go on until the run has finished")
+        if name == "requeue":
+            command.add_argument("--all-dead", action="store_true", help="all of them; else name the items")
         command.add_argument(
             "-c", "--config", default="quickstart", metavar="CONFIG", help="a preset's name or a YAML file"
         )

@@ -63,9 +63,10 @@ def broker_url(args: argparse.Namespace, config: RunConfig) -> str:
 
 
 def placed(config: RunConfig) -> BrokerConfig:
-    """The broker's settings; the namespace of its keys follows from the run's names unless it is set."""
+    """The broker's settings; its keys' namespace and its folder follow from the run's names unless they are set."""
     namespace = config.broker.namespace or f"{config.project}/{config.experiment}"
-    return config.broker.model_copy(update={"namespace": namespace})
+    data_dir = config.broker.data_dir or f"{config.run_dir}/broker"
+    return config.broker.model_copy(update={"namespace": namespace, "data_dir": data_dir})
 
 
 def url_file(config: RunConfig) -> Path:

@@ -1,29 +1,73 @@
-"""``slipstream ledger``: where every prompt is, and whether the books balance."""
+"""``slipstream ledger`` and ``slipstream requeue``: where every prompt is, and what to do about those given up."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal as size
+from rich.live import Live
 from rich.table import Table
 
 from broker.connect import connect
-from broker.messages import Counts, RunState
-from configs.load import load
+from broker.contract import Broker
+from broker.messages import Counts, DeadItem, RunState
+from configs.load import ConfigError, load
 from launch.environment import broker_url, placed
+
+_WATCH_S = 1.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the counts; exit code 1 when they do not add up to what was fed."""
+    """Prints the counts, once or until Ctrl-C; exit code 1 when they do not add up to what was fed."""
+    with _client(args) as client:
+        if args.dead:
+            dead = client.dead_items()
+            Console().print(graves(dead, client.state().counts))
+            return 0
+        state = client.state()
+        if args.watch:
+            with Live(_look(state), refresh_per_second=4) as live:
+                while not state.finished:
+                    time.sleep(_WATCH_S)
+                    state = client.state()
+                    live.update(_look(state))
+        else:
+            Console().print(_look(state))
+    return 0 if state.counts.balanced() else 1
+
+
+def requeue(args: argparse.Namespace) -> int:
+    """Queues dead prompts again; exit code 1 when one that was named is not among them."""
+    if bool(args.items) == args.all_dead:
+        raise ConfigError("name the items to queue again, or give --all-dead (slipstream ledger --dead lists them)")
+    with _client(args) as client:
+        items = [one.item for one in client.dead_items()] if args.all_dead else list(dict.fromkeys(args.items))
+        known = {one.item for one in client.dead_items()}
+        count = client.requeue(items)
+    print(f"{count} prompts are queued again")
+    unknown = [item for item in items if item not in known]
+    if unknown:
+        print(f"slipstream: not dead, or not known any more: {', '.join(unknown)}", file=sys.stderr)
+    return 1 if unknown else 0
+
+
+@contextmanager
+def _client(args: argparse.Namespace) -> Iterator[Broker]:
     config = load(args.config, args.overrides)
     client = connect(placed(config), broker_url(args, config))
     try:
-        state = client.state()
+        yield client
     finally:
         client.close()
-    Console().print(table(state))
-    print(verdict(state.counts))
-    return 0 if state.counts.balanced() else 1
+
+
+def _look(state: RunState) -> RenderableType:
+    return Group(table(state), verdict(state.counts))
 
 
 def table(state: RunState) -> Table:
@@ -40,9 +84,23 @@ def table(state: RunState) -> Table:
     rows.add_section()
     rows.add_row("sum", str(counts.total()))
     rows.add_row("fed", str(counts.fed))
+    rows.add_section()
+    rows.add_row("held, of at most", _fill(state), style="dim")
     for name, count in sorted(counts.events.items()):
         rows.add_row(name, str(count), style="dim")
     return rows
+
+
+def graves(dead: tuple[DeadItem, ...], counts: Counts) -> RenderableType:
+    """One row a prompt given up, with its last error."""
+    rows = Table(title="dead prompts")
+    for name in ("item", "attempts", "last error"):
+        rows.add_column(name)
+    for one in dead:
+        rows.add_row(one.item, str(one.attempts), one.error)
+    older = sum(counts.dead.values()) - len(dead)
+    note = f"and {older} older ones, whose prompts are not kept" if older > 0 else ""
+    return Group(rows, note) if note else rows
 
 
 def verdict(counts: Counts) -> str:
@@ -50,3 +108,8 @@ def verdict(counts: Counts) -> str:
     if counts.balanced():
         return f"balanced: every one of {counts.fed} prompts is in exactly one state"
     return f"NOT balanced: the states add up to {counts.total()}, fed were {counts.fed}"
+
+
+def _fill(state: RunState) -> str:
+    limit = state.rules.max_buffer_bytes if state.rules else 0
+    return f"{size(state.buffered_bytes)} of {size(limit)}"

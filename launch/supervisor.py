@@ -2,8 +2,8 @@
 
     broker --url--> learner, gen0, gen1, ...     each started with the command a person would type
 
-A generator that dies is started again, a few times, and so is our ZeroMQ broker, at its old address: the learner tells
-it anew what it forgot. Whatever else fails first ends the run with its own error.
+A generator that dies is started again, a few times, and so is our broker, at its old address: what it does not have on
+disk (broker.durability) the learner tells it anew. Whatever else fails first ends the run with its own error.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from broker.errors import SlipstreamError
 from configs.run import RunConfig
@@ -110,10 +111,14 @@ class Supervisor:
                 return
             elif ended.name.startswith("gen") and ended.exit_code == 0:
                 continue  # the run has ended for it; the learner will say so
-            elif ended.name.startswith("gen") or (ended.name == "broker" and self._url.startswith("tcp:")):
+            elif ended.name.startswith("gen") or (ended.name == "broker" and self._keeps_its_address()):
                 self._restart_later(ended)
             else:
                 raise RoleFailed(ended)
+
+    def _keeps_its_address(self) -> bool:
+        """Whether a broker started again has the url of the one that died (a Redis without a folder: new password)."""
+        return self._url.startswith("tcp:") or self._config.broker.durability == "disk"
 
     def _start(self, name: str, role: str, *arguments: str, env: dict[str, str], pass_fds: Sequence[int] = ()) -> Child:
         return self._children.start(
@@ -129,7 +134,7 @@ class Supervisor:
         if name == "learner":
             self._start(name, "learner", env=env)
         elif name == "broker":
-            self._start(name, "broker", f"broker.port={self._url.rpartition(':')[2]}", env=env)
+            self._start(name, "broker", f"broker.port={urlsplit(self._url).port}", env=env)
         else:
             self._start(name, "generator", "--id", name, env=env)
 

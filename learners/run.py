@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     feed = parts.open_feed(
         connect=parts.broker,
         prompts=prompts.from_frontier,
-        rules=_rules(parts.rollout, parts.broker_config),
+        rules=_rules(parts.rollout, parts.broker_config, _run_name(parts.run_dir, config.checkpoint.resume)),
         version=policy.version,
         frontier=frontier,
         total_steps=config.total_steps,
@@ -185,7 +186,15 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
 _LOGS = ("metrics.jsonl", "eval.jsonl")
 
 
-def _rules(rollout: RolloutConfig, broker: BrokerConfig) -> Rules:
+def _run_name(run_dir: Path, resume: str) -> str:
+    """What the broker knows this training by: the same in every restart that goes on with it, else a new one."""
+    path = run_dir / "run_name"
+    if resume == "never" or not path.is_file():
+        path.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _rules(rollout: RolloutConfig, broker: BrokerConfig, run: str) -> Rules:
     return Rules(
         max_staleness=rollout.max_staleness,
         on_stale=rollout.on_stale,
@@ -193,6 +202,8 @@ def _rules(rollout: RolloutConfig, broker: BrokerConfig) -> Rules:
         max_attempts=broker.max_attempts,
         lease_timeout_s=broker.lease_timeout_s,
         member_timeout_s=broker.member_timeout_s,
+        max_buffer_bytes=broker.max_buffer_bytes,
+        run=run,
     )
 
 

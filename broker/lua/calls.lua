@@ -1,16 +1,26 @@
--- Part 4: the calls (broker/ledger.py). Every one answers {status, …}; what is refused has changed nothing.
+-- Part 5: the calls (broker/ledger.py). Every one answers {status, …}; what is refused has changed nothing.
 
 local calls, needs_open_run = {}, {}
+
+local function start_round(version)
+  forget_pool('eval')
+  redis_at('DEL', 'eval:answers')
+  put('round', version)
+end
 
 function calls.OpenRun()
   if scalars.token == args.token then
     return ok(number('incarnation'))
   end
+  if is_open() and scalars.run ~= args.rules.run then
+    forget_run()
+  end
   for name, value in pairs(args.rules) do
     put(name, value)
   end
-  put('rules', ARGV[payload])
+  redis_at('SET', 'rules', ARGV[payload])
   put('token', args.token)
+  put('scanned_version', -1)
   redis_at('RPUSH', 'forks', args.version)
   queue_undone(args.version)
   if args.version < number('durable_version', -1) then
@@ -19,14 +29,12 @@ function calls.OpenRun()
     extend_to(args.base, args.beyond)
   end
   put('durable_version', args.version)
-  for _, name in ipairs({ 'prompts', 'queue', 'failed', 'grants', 'ends', 'answers' }) do
-    redis_at('DEL', 'eval:' .. name)
-  end
-  put('round', -1)
+  start_round(-1)
   put('version', args.version)
   put('incarnation', number('incarnation', -1) + 1)
   put('finished', '')
   news()
+  wake_all()
   return ok(number('incarnation'))
 end
 
@@ -53,19 +61,15 @@ end
 needs_open_run.Feed = true
 function calls.Feed()
   if args.round and args.round ~= number('round') then
-    for _, name in ipairs({ 'prompts', 'queue', 'failed', 'grants', 'ends', 'answers' }) do
-      redis_at('DEL', 'eval:' .. name)
-    end
-    put('round', args.round)
+    start_round(args.round)
   end
   local added = 0
   for i, item in ipairs(args.items) do
-    local feed = args.evaluation[i] and feed_eval or feed_train
+    local feed = is_eval(item) and feed_eval or feed_train
     if feed(item, ARGV[payload + i - 1]) then
       added = added + 1
     end
   end
-  changed = changed or added > 0
   return ok(added)
 end
 
@@ -85,10 +89,25 @@ function calls.TakeBatch()
     return refused(string.format(text, args.version, number('version'), out, due))
   end
   local ready = ready_groups(args.version)
-  if #ready < number('groups_per_step') then
+  if not ready then
     return args.last and ok(false) or wait()
   end
   return ok(assemble(args.version, ready))
+end
+
+needs_open_run.Spoiled = true
+function calls.Spoiled()
+  local packed = redis_at('HGET', 'batches', args.version)
+  local batch = packed and cmsgpack.unpack(packed) or { lease_ids = {} }
+  for i, lease_id in ipairs(batch.lease_ids) do
+    if lease_id == args.lease_id then
+      take_apart(args.version)
+      drop_group(batch.items[i])
+      put_back('train', batch.items[i], args.error)
+      event('malformed', 1)
+    end
+  end
+  return ok(false)
 end
 
 needs_open_run.Trained = true
@@ -104,12 +123,13 @@ function calls.Trained()
     return refused(string.format(text, args.batch_id, args.version, scalars.incarnation, scalars.version, out))
   end
   for _, item in ipairs(cmsgpack.unpack(taken).items) do
-    redis_at('HDEL', 'groups', item)
+    drop_group(item)
     redis_at('ZADD', 'trained', args.version, item)
   end
   redis_at('HDEL', 'batches', args.version - 1)
   put('version', args.version)
   news()
+  woken.lease, woken.batch = true, true
   return ok(false)
 end
 
@@ -123,12 +143,14 @@ function calls.Durable()
   for _, item in ipairs(redis_at('ZRANGEBYSCORE', 'trained', '-inf', args.version)) do
     forget('train', item)
     redis_at('ZREM', 'trained', item)
+    redis_at('SREM', 'requeued', position(item))
     table.insert(positions, position(item))
   end
   add('durable', #positions)
   each('ended', function(item, one)
     if one.version and one.version <= args.version then
       redis_at('HDEL', 'ended', item)
+      redis_at('SREM', 'requeued', position(item))
       table.insert(positions, position(item))
     end
   end)
@@ -148,7 +170,7 @@ end
 
 needs_open_run.Publish = true
 function calls.Publish()
-  if ARGV[payload] == scalars.publication then
+  if ARGV[payload] == redis_at('GET', 'publication') then
     return ok(false)
   end
   if args.incarnation ~= number('incarnation') then
@@ -159,10 +181,10 @@ function calls.Publish()
     local text = 'publication attempt %d is not above %s: attempts are numbered over the whole run'
     return refused(string.format(text, args.attempt, scalars.published_attempt))
   end
-  put('publication', ARGV[payload])
+  redis_at('SET', 'publication', ARGV[payload])
   put('published_attempt', args.attempt)
   put('published_incarnation', args.incarnation)
-  changed = true
+  woken.offers = true
   return ok(false)
 end
 
@@ -170,6 +192,7 @@ function calls.Finish()
   if not is_finished() then
     put('finished', args.reason ~= '' and args.reason or 'finished')
     news()
+    wake_all()
   end
   return ok(false)
 end
@@ -201,49 +224,63 @@ function calls.LeasePrompts()
     table.insert(given.prompts, prompt)
   end
   if #given.leases == 0 then
-    return args.last and ok({}) or wait()
+    if args.last then
+      return ok({})
+    end
+    wait_for_lease()
+    return wait()
   end
   redis_at('SET', 'leased:' .. args.member_id, cmsgpack.pack(given), 'PX', 120000)
   return ok(given.leases, unpack(given.prompts))
 end
 
-local function push(pool)
-  local entry = grant_of(pool, args.lease_id)
+local function push_eval()
+  local entry = args.incarnation == number('incarnation', -1) and grant_of('eval', args.lease_id)
   if not entry then
-    return pool == 'train' and abandoned(args.tokens, args.incarnation) and 'abandoned' or 'duplicate'
+    return args.incarnation == number('incarnation', -1) and 'duplicate' or 'abandoned'
   end
   if entry.item ~= args.item then
-    return nil, string.format('lease %s is for item %s, not for %s', args.lease_id, entry.item, args.item)
+    return nil, entry.item
   end
-  drop_grant(pool, args.lease_id)
-  if pool == 'eval' then
-    forget(pool, args.item)
-    redis_at('HSET', 'eval:answers', args.item, ARGV[payload])
-    return 'accepted'
+  drop_grant('eval', args.lease_id)
+  forget('eval', args.item)
+  redis_at('HSET', 'eval:answers', args.item, ARGV[payload])
+  woken.answers = true
+  return 'accepted'
+end
+
+local function push_train()
+  local entry = grant_of('train', args.lease_id)
+  if not entry then
+    return abandoned(args.tokens, args.incarnation) and 'abandoned' or 'duplicate'
+  end
+  if entry.item ~= args.item then
+    return nil, entry.item
   end
   local incarnation = math.min(args.incarnation, entry.incarnation)
   if abandoned(args.tokens, incarnation) then
-    queue(pool, args.item)
+    drop_grant('train', args.lease_id)
+    queue('train', args.item)
     return 'abandoned'
   end
-  local held = { tokens = args.tokens, incarnation = incarnation, arrival = add('serial', 1), size = args.size }
-  redis_at('HSET', 'buffer', args.item, cmsgpack.pack(held))
-  redis_at('HSET', 'groups', args.item, ARGV[payload])
+  if not has_room(#ARGV[payload]) then
+    return false
+  end
+  drop_grant('train', args.lease_id)
+  local head = { tokens = args.tokens, incarnation = incarnation, arrival = add('serial', 1), lease_id = args.lease_id }
+  hold(args.item, head, ARGV[payload])
+  woken.batch = redis_at('SCARD', 'buffer') >= number('groups_per_step')
   return 'accepted'
 end
 
 function calls.Push()
-  local outcome, problem = 'abandoned', nil
-  if not args.evaluation or args.incarnation == number('incarnation', -1) then
-    outcome, problem = push(args.evaluation and 'eval' or 'train')
+  local outcome, other = (is_eval(args.item) and push_eval or push_train)()
+  if other then
+    return refused(string.format('lease %s is for item %s, not for %s', args.lease_id, other, args.item))
   end
-  if problem then
-    return refused(problem)
-  end
-  if outcome ~= 'accepted' then
+  if outcome and outcome ~= 'accepted' then
     event(outcome, 1)
   end
-  changed = true
   return ok(outcome)
 end
 
@@ -255,4 +292,33 @@ function calls.Release()
     end
   end
   return ok(false)
+end
+
+function calls.ReadDead()
+  local dead = {}
+  each('graves', function(item, grave)
+    table.insert(dead, { item, grave.attempts, grave.error })
+  end)
+  return ok(dead)
+end
+
+needs_open_run.Requeue = true
+function calls.Requeue()
+  local count = 0
+  for _, item in ipairs(args.items) do
+    local packed = redis_at('HGET', 'graves', item)
+    if packed then
+      redis_at('HSET', 'train:prompts', item, redis_at('HGET', 'graves:prompts', item))
+      redis_at('HDEL', 'graves', item)
+      redis_at('HDEL', 'graves:prompts', item)
+      redis_at('ZREM', 'graves:order', item)
+      redis_at('HDEL', 'ended', item)
+      untally(cmsgpack.unpack(packed).reason)
+      redis_at('SADD', 'requeued', position(item))
+      queue('train', item)
+      count = count + 1
+    end
+  end
+  event('requeued', count)
+  return ok(count)
 end

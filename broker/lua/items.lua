@@ -1,20 +1,27 @@
 -- Part 3: the states of the training items and every transition between them (broker/items.py, broker/rules.py).
 
-local function in_batches()
-  local total = 0
-  each('batches', function(_, batch)
-    total = total + #batch.items
-  end)
-  return total
+-- Groups that are held, whether in the buffer or in batches: "held" has their heads, "groups" their bodies.
+local function outstanding()
+  return redis_at('HLEN', 'train:grants') + redis_at('HLEN', 'held')
+end
+
+local function window()
+  return (number('max_staleness') + 1) * number('groups_per_step')
+end
+
+local function oldest_admitted()
+  return number('version') + redis_at('HLEN', 'batches') - number('max_staleness')
 end
 
 local function admitted(policy_version)
-  local version, batches_out = number('version'), redis_at('HLEN', 'batches')
-  local outstanding = redis_at('HLEN', 'train:grants') + redis_at('HLEN', 'buffer') + in_batches()
-  local eta = number('max_staleness')
-  local known = policy_version >= 0 and policy_version <= version + 1
-  local window = (eta + 1) * number('groups_per_step')
-  return known and outstanding < window and policy_version >= version + batches_out - eta
+  local known = policy_version >= 0 and policy_version <= number('version') + 1
+  local room = outstanding() < window() and number('held_bytes', 0) < number('max_buffer_bytes')
+  return known and room and policy_version >= oldest_admitted()
+end
+
+local function has_room(size)
+  local needed = redis_at('SCARD', 'buffer') < number('groups_per_step')
+  return needed or number('held_bytes', 0) + size <= number('max_buffer_bytes')
 end
 
 -- tokens: list of {version, count}.
@@ -53,26 +60,50 @@ local function lost_next(tokens, version)
   return 0
 end
 
-local function drop_group(item)
-  redis_at('HDEL', 'buffer', item)
-  redis_at('HDEL', 'groups', item)
+local function hold(item, head, body)
+  redis_at('HSET', 'held', item, cmsgpack.pack(head))
+  redis_at('HSET', 'groups', item, body)
+  redis_at('SADD', 'buffer', item)
+  add('held_bytes', #body)
 end
 
--- The buffer without what has nothing to give at `version`, whose prompts are queued again.
+local function drop_group(item)
+  local size = redis_at('HSTRLEN', 'groups', item)
+  if redis_at('HDEL', 'held', item) == 1 then
+    redis_at('HDEL', 'groups', item)
+    redis_at('SREM', 'buffer', item)
+    add('held_bytes', -size)
+  end
+end
+
+local function each_buffered(visit)
+  for _, item in ipairs(redis_at('SMEMBERS', 'buffer')) do
+    visit(item, cmsgpack.unpack(redis_at('HGET', 'held', item)))
+  end
+end
+
+-- The buffer without what has nothing to give at `version`, whose prompts are queued again; nil while there is not
+-- enough for a batch. Looks only where it can matter: at a version not looked at before, or when there is enough.
 local function ready_groups(version)
+  local enough = redis_at('SCARD', 'buffer') >= number('groups_per_step')
+  if not enough and number('scanned_version', -1) == version then
+    return nil
+  end
+  put('scanned_version', version)
   local ready, stale = {}, 0
-  each('buffer', function(item, held)
-    if is_stale(held.tokens, version) then
+  each_buffered(function(item, head)
+    if is_stale(head.tokens, version) then
       drop_group(item)
       queue('train', item)
       stale = stale + 1
     else
-      table.insert(ready, { item = item, lost = lost_next(held.tokens, version), held = held })
+      local one = { item = item, lease_id = head.lease_id, arrival = head.arrival }
+      one.lost = lost_next(head.tokens, version)
+      table.insert(ready, one)
     end
   end)
   event(scalars.on_stale == 'drop' and 'dropped' or 'stale', stale)
-  changed = changed or stale > 0
-  return ready
+  return #ready >= number('groups_per_step') and ready or nil
 end
 
 local function assemble(version, ready)
@@ -80,13 +111,13 @@ local function assemble(version, ready)
     if a.lost ~= b.lost then
       return a.lost > b.lost
     end
-    return a.held.arrival < b.held.arrival
+    return a.arrival < b.arrival
   end)
-  local batch = { id = scalars.incarnation .. '.' .. version, items = {}, ended = {}, size = 0 }
+  local batch = { id = scalars.incarnation .. '.' .. version, items = {}, lease_ids = {}, ended = {} }
   for i = 1, number('groups_per_step') do
     table.insert(batch.items, ready[i].item)
-    batch.size = batch.size + ready[i].held.size
-    redis_at('HDEL', 'buffer', ready[i].item)
+    table.insert(batch.lease_ids, ready[i].lease_id)
+    redis_at('SREM', 'buffer', ready[i].item)
   end
   each('ended', function(item, one)
     if not one.version then
@@ -98,13 +129,40 @@ local function assemble(version, ready)
     return position(a[1]) < position(b[1])
   end)
   redis_at('HSET', 'batches', version, cmsgpack.pack(batch))
-  changed = true
   return batch
 end
 
--- The frontier: every position below `base`, and those in the set "beyond".
+-- Batches from `version` on were never trained and cannot be: their groups wait in the buffer again.
+local function take_apart(version)
+  each('batches', function(at, batch)
+    if tonumber(at) >= version then
+      for _, item in ipairs(batch.items) do
+        redis_at('SADD', 'buffer', item)
+      end
+      for _, one in ipairs(batch.ended) do
+        redis_at('HSET', 'ended', one[1], cmsgpack.pack({ reason = one[2], version = false }))
+      end
+      redis_at('HDEL', 'batches', at)
+    end
+  end)
+end
+
+-- The frontier: every position below `base`, and those in the set "beyond". Positions in the set "requeued" are live
+-- again although the frontier may hold them.
+local function in_frontier(place)
+  return place < number('base', 0) or redis_at('SISMEMBER', 'beyond', place) == 1
+end
+
 local function is_durable(item)
-  return position(item) < number('base', 0) or redis_at('SISMEMBER', 'beyond', position(item)) == 1
+  return in_frontier(position(item)) and redis_at('SISMEMBER', 'requeued', position(item)) == 0
+end
+
+local function requeued_in_frontier()
+  local count = 0
+  for _, place in ipairs(redis_at('SMEMBERS', 'requeued')) do
+    count = count + (in_frontier(tonumber(place)) and 1 or 0)
+  end
+  return count
 end
 
 local function frontier_size()
@@ -135,7 +193,7 @@ end
 local function queue_undone(version)
   each('batches', function(_, batch)
     for _, item in ipairs(batch.items) do
-      redis_at('HDEL', 'groups', item)
+      drop_group(item)
       queue('train', item)
     end
   end)
@@ -144,8 +202,8 @@ local function queue_undone(version)
     redis_at('ZREM', 'trained', item)
     queue('train', item)
   end
-  each('buffer', function(item, held)
-    if abandoned(held.tokens, held.incarnation) then
+  each_buffered(function(item, head)
+    if abandoned(head.tokens, head.incarnation) then
       drop_group(item)
       queue('train', item)
     end
@@ -195,17 +253,48 @@ local function restart_at(base, beyond)
   drop_durable()
   redis_at('DEL', 'dead')
   each('ended', function(item, one)
-    redis_at('HSET', 'ended', item, cmsgpack.pack({ reason = tally(one.reason), version = one.version }))
+    one.reason = tally(one.reason)
+    redis_at('HSET', 'ended', item, cmsgpack.pack(one))
   end)
-  put('durable', frontier_size())
-  put('fed', frontier_size() + redis_at('HLEN', 'train:prompts') + redis_at('HLEN', 'ended'))
+  each('graves', function(item, grave)
+    local one = redis_at('HGET', 'ended', item)
+    if one then
+      grave.reason = cmsgpack.unpack(one).reason
+      redis_at('HSET', 'graves', item, cmsgpack.pack(grave))
+    else
+      redis_at('HDEL', 'graves', item)
+      redis_at('HDEL', 'graves:prompts', item)
+      redis_at('ZREM', 'graves:order', item)
+    end
+  end)
+  put('durable', frontier_size() - requeued_in_frontier())
+  put('fed', number('durable') + redis_at('HLEN', 'train:prompts') + redis_at('HLEN', 'ended'))
 end
 
 local function extend_to(base, beyond)
-  local before = frontier_size()
+  local before, live_before = frontier_size(), requeued_in_frontier()
   extend_frontier(base, beyond)
   local live, told = drop_durable()
-  local unknown = frontier_size() - before - live - told
+  local unknown = frontier_size() - before - live - told - (requeued_in_frontier() - live_before)
   add('fed', unknown)
   add('durable', unknown + live)
+end
+
+-- Another run begins: nothing of the one before is known any more but that its groups are abandoned.
+local function forget_run()
+  forget_pool('train')
+  local names = { 'held', 'groups', 'buffer', 'batches', 'trained', 'ended', 'dead', 'events', 'beyond', 'requeued' }
+  for _, name in ipairs(names) do
+    redis_at('DEL', name)
+  end
+  for _, name in ipairs({ 'graves', 'graves:prompts', 'graves:order' }) do
+    redis_at('DEL', name)
+  end
+  for _, name in ipairs({ 'fed', 'durable', 'held_bytes', 'base' }) do
+    put(name, 0)
+  end
+  put('durable_version', -1)
+  for i = 1, redis_at('LLEN', 'forks') do
+    redis_at('LSET', 'forks', i - 1, -1)
+  end
 end

@@ -1,4 +1,4 @@
--- Part 5: members and looking, and the end of the script: one call, then a notice if somebody's wait may be over.
+-- Part 6: members and looking, and the end of the script: one call, then notices to those whose wait may be over.
 
 local function same(a, b)
   return a.state == b.state and a.version == b.version and a.incarnation == b.incarnation and a.error == b.error
@@ -39,9 +39,9 @@ end
 
 function calls.ReadPublication()
   local attempt = number('published_attempt', -1)
-  local current = scalars.publication and scalars.published_incarnation == scalars.incarnation
+  local current = scalars.published_attempt and scalars.published_incarnation == scalars.incarnation
   if current and attempt > args.after_attempt then
-    return ok(true, scalars.publication)
+    return ok(true, redis_at('GET', 'publication'))
   end
   return (args.last or is_finished()) and ok(false) or wait()
 end
@@ -58,13 +58,6 @@ function calls.ReadState()
   if number('revision', 0) <= args.after_revision and not args.last then
     return wait()
   end
-  local training, size = 0, 0
-  each('batches', function(_, batch)
-    training, size = training + #batch.items, size + batch.size
-  end)
-  each('buffer', function(_, held)
-    size = size + held.size
-  end)
   local state = {
     revision = number('revision', 0),
     incarnation = number('incarnation', -1),
@@ -73,20 +66,20 @@ function calls.ReadState()
     fed = number('fed', 0),
     queued = redis_at('ZCARD', 'train:queue'),
     leased = redis_at('HLEN', 'train:grants'),
-    buffered = redis_at('HLEN', 'buffer'),
-    training = training,
+    buffered = redis_at('SCARD', 'buffer'),
+    training = redis_at('HLEN', 'held') - redis_at('SCARD', 'buffer'),
     trained = redis_at('ZCARD', 'trained'),
     durable = number('durable', 0),
     dead = hash_of('dead', tonumber),
     events = hash_of('events', tonumber),
-    buffered_bytes = size,
+    buffered_bytes = number('held_bytes', 0),
     shown = hash_of('shown', cmsgpack.unpack),
   }
   local members = {}
   for _, pair in ipairs(state.shown) do
     table.insert(members, redis_at('HGET', 'members', pair[1]))
   end
-  return ok(state, scalars.rules or '', scalars.publication or '', unpack(members))
+  return ok(state, redis_at('GET', 'rules') or '', redis_at('GET', 'publication') or '', unpack(members))
 end
 
 expire()
@@ -96,7 +89,5 @@ if needs_open_run[call] and not is_open() then
 else
   answer = calls[call]()
 end
-if changed then
-  redis.call('PUBLISH', key('changes'), '')
-end
+notify()
 return answer

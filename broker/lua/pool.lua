@@ -2,6 +2,7 @@
 
 local function queue(pool, item)
   redis_at('ZADD', pool .. ':queue', position(item), item)
+  woken.lease = true
 end
 
 local function forget(pool, item)
@@ -42,19 +43,40 @@ local function renew(pool, lease_id, member_id)
   end
 end
 
--- Ends a lease unanswered. With an error the attempt counts, and the last one ends the item.
-local function give_back(pool, lease_id, error)
-  changed = true
-  local item = grant_of(pool, lease_id).item
-  drop_grant(pool, lease_id)
-  if error ~= '' and redis_at('HINCRBY', pool .. ':failed', item, 1) >= number('max_attempts') then
-    forget(pool, item)
+-- A prompt that is given up. Of very many, the oldest are only counted (DEAD_KEPT of broker/items.py).
+local function bury(item, attempts, error)
+  local reason = tally(error)
+  redis_at('HSET', 'ended', item, cmsgpack.pack({ reason = reason, version = false }))
+  local grave = { attempts = attempts, error = error, reason = reason }
+  redis_at('HSET', 'graves', item, cmsgpack.pack(grave))
+  redis_at('HSET', 'graves:prompts', item, redis_at('HGET', 'train:prompts', item))
+  redis_at('ZADD', 'graves:order', add('deaths', 1), item)
+  while redis_at('ZCARD', 'graves:order') > 1024 do
+    local oldest = redis_at('ZPOPMIN', 'graves:order')[1]
+    redis_at('HDEL', 'graves', oldest)
+    redis_at('HDEL', 'graves:prompts', oldest)
+  end
+end
+
+-- Queues the item of a failed attempt again; with an error the attempt counts, and the last one ends the item.
+local function put_back(pool, item, error)
+  local attempts = error ~= '' and redis_at('HINCRBY', pool .. ':failed', item, 1) or 0
+  if attempts >= number('max_attempts') then
     if pool == 'train' then
-      redis_at('HSET', 'ended', item, cmsgpack.pack({ reason = tally(error), version = false }))
+      bury(item, attempts, error)
     end
+    forget(pool, item)
   else
     queue(pool, item)
   end
+end
+
+-- Ends a lease unanswered, as put_back.
+local function give_back(pool, lease_id, error)
+  woken.lease = true
+  local item = grant_of(pool, lease_id).item
+  drop_grant(pool, lease_id)
+  put_back(pool, item, error)
 end
 
 local function give_back_all(pool, member_id, error)
@@ -78,14 +100,8 @@ local function keep_gone(member_id, shown)
 end
 
 local function expire_members()
-  local timeout, lost = number('member_timeout_s'), {}
-  local seen = redis_at('ZRANGE', 'seen', 0, -1, 'WITHSCORES')
-  for i = 1, #seen, 2 do
-    if tonumber(seen[i + 1]) + timeout > now then
-      break
-    end
-    table.insert(lost, seen[i])
-  end
+  local timeout = number('member_timeout_s')
+  local lost = redis_at('ZRANGEBYSCORE', 'seen', '-inf', now - timeout)
   table.sort(lost)
   for _, member_id in ipairs(lost) do
     local shown = cmsgpack.unpack(redis_at('HGET', 'shown', member_id))
@@ -112,6 +128,12 @@ local function expire()
     end
   end
   expire_members()
+end
+
+local function forget_pool(pool)
+  for _, name in ipairs({ 'prompts', 'queue', 'failed', 'grants', 'ends' }) do
+    redis_at('DEL', pool .. ':' .. name)
+  end
 end
 
 -- "wait" with the seconds until the next lease or member expires, which no notice will announce.

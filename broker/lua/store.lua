@@ -2,7 +2,7 @@
 -- so every call is atomic. KEYS[1]: namespace. ARGV: call, time in seconds or '' for the server's, msgpack, payloads.
 
 local call, args, payload = ARGV[1], cmsgpack.unpack(ARGV[3]), 4
-local changed = false -- whether somebody's wait may be over
+local woken = {} -- kinds of waits that may be over, see wakes.lua
 
 local now = tonumber(ARGV[2])
 if not now then
@@ -18,7 +18,7 @@ local function redis_at(command, name, ...)
   return redis.call(command, key(name), ...)
 end
 
--- Scalars: version, incarnation, revision, serial, fed, durable, base, the rules, … read once per call.
+-- Scalars: version, incarnation, revision, serial, fed, durable, base, each of the rules, … read once per call.
 local scalars = {}
 do
   local flat = redis_at('HGETALL', 'scalars')
@@ -43,7 +43,7 @@ end
 
 local function news()
   add('revision', 1)
-  changed = true
+  woken.news = true
 end
 
 local function event(name, amount)
@@ -69,9 +69,20 @@ local function tally(reason)
   return reason
 end
 
+-- Must stay equal to untally() of broker/reasons.py.
+local function untally(name)
+  if redis_at('HINCRBY', 'dead', name, -1) == 0 then
+    redis_at('HDEL', 'dead', name)
+  end
+end
+
 -- Items are named by their position: "17" in training, "eval<version>.17" in evaluation.
 local function position(item)
   return tonumber(string.match(item, '%d+$'))
+end
+
+local function is_eval(item)
+  return string.sub(item, 1, 4) == 'eval'
 end
 
 local function each(name, visit)

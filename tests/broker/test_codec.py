@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from broker import calls, messages
 from broker.codec import decode, encode
 from broker.errors import Refused
-from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Prompt
+from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Lease, Prompt
 
 LIMIT = 1 << 20
 MESSAGES = sorted(
@@ -126,10 +126,10 @@ def test_a_field_of_the_wrong_type_is_refused_by_name(field: str, value: Any, co
 
 
 def test_a_nested_complaint_names_the_whole_path(make: Any) -> None:
-    prompt = make.prompt(0)
-    bad = dataclasses.replace(prompt, token_ids=prompt.token_ids.astype(np.int64))
-    with pytest.raises(Refused, match=r"Feed: \.prompts\[0\]\.token_ids: int64 where an array of int32"):
-        encode(calls.Feed(prompts=(bad,)))
+    right, _ = make.group(lease := Lease(lease_id="l", prompt=make.prompt(0), attempt=1, incarnation=0)).completions
+    bad = dataclasses.replace(right, token_ids=right.token_ids.astype(np.int64))
+    with pytest.raises(Refused, match=r"Group: \.completions\[1\]\.token_ids: int64 where an array of int32"):
+        encode(make.group(lease, completions=(right, bad)))
 
 
 def test_frames_of_another_schema_type_or_size_are_refused() -> None:

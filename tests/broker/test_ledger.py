@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from broker.codec import decode, encode
 from broker.contract import PushOutcome
 from broker.errors import RunFinished
+from broker.heads import BatchHead, GroupHead
 from broker.items import TrainingItems
 from broker.ledger import Ledger
-from broker.messages import Batch, Frontier, Lease, Member, MemberState
+from broker.messages import Frontier, Group, Lease, Member, MemberState, Prompt
 from broker.reasons import DISTINCT_REASONS, tally
 from broker.roster import GONE_KEPT, Roster
 
@@ -25,6 +28,7 @@ class Run:
     now: float = 0.0
     incarnation: int = 0
     opened: int = 0
+    asked: int = 0
 
     def open(self, *, version: int = 0, frontier: Frontier | None = None, **rules: Any) -> None:
         self.opened += 1
@@ -35,24 +39,45 @@ class Run:
             token=f"opening{self.opened}",
         )
 
+    def feed(self, positions: Iterable[int]) -> int:
+        prompts = [self.make.prompt(position) for position in positions]
+        return self.ledger.feed([prompt.item for prompt in prompts], [encode(prompt) for prompt in prompts])
+
     def lease(self, n: int = 1, *, version: int | None = None, who: str = "g") -> tuple[Lease, ...]:
-        return self.ledger.lease(
+        self.asked += 1
+        leases = self.ledger.lease(
             member_id=who,
             policy_version=self.ledger.version if version is None else version,
             incarnation=self.incarnation,
             max_prompts=n,
             now=self.now,
+            token=f"call{self.asked}",
+        )
+        return tuple(
+            Lease(
+                lease_id=one.lease_id,
+                prompt=decode(self.ledger.prompt(one), Prompt, max_bytes=1 << 20),
+                attempt=one.attempt,
+                incarnation=self.incarnation,
+            )
+            for one in leases
         )
 
-    def answer(self, lease: Lease, runs: Any = None) -> PushOutcome:
-        return self.ledger.push(self.make.group(lease, runs or ((self.ledger.version, 4),)))
+    def answer(self, lease: Lease, runs: Any = None) -> PushOutcome | None:
+        group = self.make.group(lease, runs or ((self.ledger.version, 4),))
+        return self.ledger.push(GroupHead.of(group), encode(group))
 
-    def train(self) -> Batch | None:
-        version = self.ledger.version
-        batch = self.ledger.take_batch(version=version)
-        if batch is not None:
-            self.ledger.trained(batch_id=batch.batch_id, version=version + 1)
-        return batch
+    def take(self) -> tuple[BatchHead, list[Group]] | None:
+        batch = self.ledger.take_batch(version=self.ledger.version)
+        if batch is None:
+            return None
+        return batch, [decode(body, Group, max_bytes=1 << 20) for body in self.ledger.bodies(batch)]
+
+    def train(self) -> list[Group] | None:
+        taken = self.take()
+        if taken is not None:
+            self.ledger.trained(batch_id=taken[0].batch_id, version=self.ledger.version + 1)
+        return taken[1] if taken else None
 
     def outstanding(self) -> int:
         counts = self.ledger.counts()
@@ -67,7 +92,7 @@ def run(make: Any) -> Run:
 
 def test_c7_instant_generators_are_paced_by_the_learner_and_both_end_together(run: Run, make: Any) -> None:
     run.open()
-    run.ledger.feed(make.prompts(range(100)))
+    run.feed(range(100))
     for _ in range(10):
         for lease in run.lease(100):
             run.answer(lease)
@@ -82,7 +107,7 @@ def test_c7_instant_generators_are_paced_by_the_learner_and_both_end_together(ru
 def test_c34_no_batch_holds_a_group_without_a_token_inside_the_bound(run: Run, make: Any) -> None:
     """Three generators answer 0 to 2 steps after leasing, with the version that they leased with."""
     run.open()
-    run.ledger.feed(make.prompts(range(2000)))
+    run.feed(range(2000))
     working: list[tuple[int, Lease, int]] = []
     oldest = 0
     while run.ledger.version < 200:
@@ -91,10 +116,9 @@ def test_c34_no_batch_holds_a_group_without_a_token_inside_the_bound(run: Run, m
         for due, lease, version in [one for one in working if one[0] <= run.now]:
             working.remove((due, lease, version))
             run.answer(lease, ((version, 4),))
-        batch = run.train()
-        for group in batch.groups if batch else ():
-            assert batch is not None
-            oldest = max(oldest, batch.version - max(group.tokens_per_version()))
+        version = run.ledger.version
+        for group in run.train() or ():
+            oldest = max(oldest, version - max(group.tokens_per_version()))
         assert run.outstanding() <= 4
     assert oldest <= 1
 
@@ -104,7 +128,7 @@ def test_c36_a_slow_prompt_is_trained_as_often_as_it_is_in_the_data_and_nothing_
 ) -> None:
     """One prompt in ten takes five times as long; weights arrive in mid-generation, one token a tick."""
     run.open(groups_per_step=4)
-    run.ledger.feed(make.prompts(range(400)))
+    run.feed(range(400))
     working: list[tuple[Lease, list[tuple[int, int]]]] = []
     trained: list[int] = []
     while run.ledger.version < 50:
@@ -115,8 +139,7 @@ def test_c36_a_slow_prompt_is_trained_as_often_as_it_is_in_the_data_and_nothing_
             if len(tokens) == (5 if lease.prompt.position % 10 == 0 else 1):
                 working.remove((lease, tokens))
                 assert run.answer(lease, tokens) is PushOutcome.ACCEPTED
-        batch = run.train()
-        trained += [group.prompt.position for group in batch.groups] if batch else []
+        trained += [group.prompt.position for group in run.train() or ()]
     share = sum(position % 10 == 0 for position in trained) / len(trained)
     assert 0.08 <= share <= 0.12
     assert run.ledger.counts().events == {}
@@ -124,7 +147,7 @@ def test_c36_a_slow_prompt_is_trained_as_often_as_it_is_in_the_data_and_nothing_
 
 def test_c41_three_rollouts_that_never_return_are_replaced_and_counted(run: Run, make: Any) -> None:
     run.open(groups_per_step=128, max_staleness=0, lease_timeout_s=2.0)
-    run.ledger.feed(make.prompts(range(128)))
+    run.feed(range(128))
     for lease in run.lease(128)[3:]:
         run.answer(lease)
     assert run.train() is None
@@ -136,7 +159,7 @@ def test_c41_three_rollouts_that_never_return_are_replaced_and_counted(run: Run,
         assert lease.attempt == 2
         run.answer(lease)
     batch = run.train()
-    assert batch is not None and len(batch.groups) == 128
+    assert batch is not None and len(batch) == 128
 
 
 def test_c43_the_feed_goes_on_over_epochs_and_its_tail_waits_instead_of_hanging(run: Run, make: Any) -> None:
@@ -144,11 +167,10 @@ def test_c43_the_feed_goes_on_over_epochs_and_its_tail_waits_instead_of_hanging(
     run.open(groups_per_step=4)
     trained: list[int] = []
     for position in range(30):
-        run.ledger.feed([make.prompt(position)])
+        run.feed([position])
         for lease in run.lease(8):
             run.answer(lease)
-        batch = run.train()
-        trained += [group.prompt.position % 10 for group in batch.groups] if batch else []
+        trained += [group.prompt.position % 10 for group in run.train() or ()]
     assert (run.ledger.version, len(trained)) == (7, 28)
     assert run.train() is None
     assert run.ledger.counts().buffered == 2
@@ -160,7 +182,7 @@ def test_c64_wherever_a_learner_dies_every_item_is_trained_once_into_what_surviv
 ) -> None:
     """Six steps, a checkpoint after ``saved_at`` of them, death, then the rest from that checkpoint."""
     run.open()
-    run.ledger.feed(make.prompts(range(20)))
+    run.feed(range(20))
     frontier, kept = Frontier(), list[int]()
     for _ in range(6):
         for lease in run.lease(3):
@@ -168,7 +190,7 @@ def test_c64_wherever_a_learner_dies_every_item_is_trained_once_into_what_surviv
         batch = run.train()
         assert batch is not None
         if run.ledger.version <= saved_at:
-            positions = [group.prompt.position for group in batch.groups]
+            positions = [group.prompt.position for group in batch]
             frontier, kept = frontier.with_ended(positions), kept + positions
         if run.ledger.version == saved_at:
             run.ledger.durable(version=saved_at)
@@ -178,13 +200,13 @@ def test_c64_wherever_a_learner_dies_every_item_is_trained_once_into_what_surviv
             run.answer(lease)
         batch = run.train()
         assert batch is not None
-        kept += [group.prompt.position for group in batch.groups]
+        kept += [group.prompt.position for group in batch]
     assert sorted(kept) == list(range(20))
 
 
 def test_c66_a_full_buffer_at_the_restart_does_not_stop_the_run(run: Run, make: Any) -> None:
     run.open()
-    run.ledger.feed(make.prompts(range(20)))
+    run.feed(range(20))
     for lease in run.lease(8):
         run.answer(lease)
     assert run.outstanding() == 4
@@ -205,7 +227,7 @@ def test_an_open_call_sent_again_is_not_a_new_incarnation(make: Any) -> None:
 def test_memory_is_of_the_window_once_items_are_durable(run: Run, make: Any) -> None:
     run.open()
     for start in range(0, 2000, 2):
-        run.ledger.feed(make.prompts(range(start, start + 2)))
+        run.feed(range(start, start + 2))
         for lease in run.lease(2):
             run.answer(lease)
         assert run.train() is not None

@@ -140,7 +140,7 @@ def test_a_lease_call_sent_again_after_a_broken_connection_leases_once(
     again.close()
 
 
-def test_c120_a_pickle_bomb_among_the_groups_is_refused_and_never_run(
+def test_c120_a_pickle_bomb_among_the_groups_is_counted_replaced_and_never_run(
     config: BrokerConfig, redis_server: RedisServer, make: Any, tmp_path: Path
 ) -> None:
     class Bomb:
@@ -152,8 +152,14 @@ def test_c120_a_pickle_bomb_among_the_groups_is_refused_and_never_run(
         broker.push(make.group(one))
     raw = redis.Redis.from_url(redis_server.url)
     raw.hset(f"{{{config.namespace}}}:groups", "0", pickle.dumps(Bomb()))
-    with pytest.raises(Refused, match="malformed frame where Group was expected"):
-        broker.take_batch(version=0, wait_s=0)
+    assert broker.take_batch(version=0, wait_s=0) is None
+    counts = broker.state().counts
+    assert (counts.queued, counts.buffered, counts.training, counts.events) == (3, 1, 0, {"malformed": 1})
+    (again,) = lease(broker)
+    assert (again.prompt.item, again.attempt) == ("0", 2)
+    broker.push(make.group(again))
+    batch = broker.take_batch(version=0, wait_s=0)
+    assert batch is not None and {group.prompt.item for group in batch.groups} == {"0", "1"}
     assert not (tmp_path / "exploded").exists()
     broker.close()
 

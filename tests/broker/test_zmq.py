@@ -22,7 +22,8 @@ from broker.codec import decode, encode
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.errors import BrokerError, BrokerUnreachable, NoOpenRun, Refused
-from broker.messages import SCHEMA_VERSION, Frontier, Lease
+from broker.heads import LeaseHead
+from broker.messages import SCHEMA_VERSION, Frontier
 from broker.serve import serve
 from broker.server import BrokerServer
 from broker.wire import ReplyHead, RequestHead, read_value
@@ -136,11 +137,11 @@ def test_a_batch_may_be_larger_than_a_frame(broker: ZmqBroker, make: Any) -> Non
 
 
 def test_a_lease_request_sent_again_gets_the_same_answer_not_more_prompts(broker: ZmqBroker, peer: Peer) -> None:
-    call = calls.LeasePrompts(member_id="p", policy_version=0, incarnation=0, max_prompts=1)
-    answers: list[tuple[Lease, ...]] = []
+    call = calls.LeasePrompts(member_id="p", policy_version=0, incarnation=0, max_prompts=1, token="one call")
+    answers: list[tuple[LeaseHead, ...]] = []
     for _ in range(2):
         _, frames = peer.ask(head(5, "LeasePrompts"), encode(call))
-        answers.append(read_value(call, frames, max_bytes=1 << 16))
+        answers.append(read_value(call, frames, max_bytes=1 << 16)[0])
     assert [one.lease_id for one in answers[0]] == [one.lease_id for one in answers[1]]
     assert broker.state().counts.leased == 1
 
@@ -157,18 +158,19 @@ def test_prompts_for_a_client_that_died_waiting_are_queued_again_at_once(config:
     """The server is driven by hand, so that the request, the death and the prompts come in this order."""
     server = BrokerServer(config)
     peer = Peer(server.url)
-    call = calls.LeasePrompts(member_id="dead", policy_version=0, incarnation=0, max_prompts=2)
+    call = calls.LeasePrompts(member_id="dead", policy_version=0, incarnation=0, max_prompts=2, token="t")
     peer.send(head(1, "LeasePrompts", LONG_S), encode(call))
     assert server._router.poll(int(1000 * LONG_S))
     server._take_requests()
-    (sender,) = server._waiting
+    (sender,) = server._sessions
     peer.close()
     deadline = time.monotonic() + LONG_S
     while server._send(sender, [b""]):
         assert time.monotonic() < deadline, "the server never noticed"
     server.ledger.open_run(rules=make.rules(), version=0, frontier=Frontier(), token="t")
-    server.ledger.feed(make.prompts(range(2)))
+    server.ledger.feed(["0", "1"], [b"", b""])
     server._ask_again()
+    server._flush()
     assert (server.ledger.counts().queued, server.ledger.counts().leased) == (2, 0)
     assert not server._waiting
     server.close()
