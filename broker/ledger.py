@@ -166,7 +166,7 @@ class Ledger:
             raise RunFinished(self.finished)
         if self.rules is None or incarnation != self.incarnation:
             return ()
-        leases = [lease for pool in self._pools() for lease in pool.granted(token)]
+        leases = [*self.evaluation.pool.granted(token), *self.items.pool.granted(token)]
         if leases:
             return tuple(leases)
         while len(leases) < max_prompts and (pool := self._pool_for(policy_version, self.rules)) is not None:

@@ -197,18 +197,26 @@ function calls.Finish()
   return ok(false)
 end
 
--- What this very call was given before its connection broke: a call sent again must not lease twice.
+-- What this very call was given before its connection broke, as far as it still holds: a call sent again must not
+-- lease twice.
 local function leased_before()
   local packed = redis_at('GET', 'leased:' .. args.member_id)
   local before = packed and cmsgpack.unpack(packed)
-  return before and before.token == args.token and before
+  local given = { token = args.token, leases = {}, prompts = {} }
+  for i, lease in ipairs(before and before.token == args.token and before.leases or {}) do
+    if redis_at('HEXISTS', (is_eval(lease[3]) and 'eval' or 'train') .. ':grants', lease[1]) == 1 then
+      table.insert(given.leases, lease)
+      table.insert(given.prompts, before.prompts[i])
+    end
+  end
+  return given
 end
 
 function calls.LeasePrompts()
   if is_finished() then
     return { 'finished', scalars.finished }
   end
-  local given = leased_before() or { token = args.token, leases = {}, prompts = {} }
+  local given = leased_before()
   local welcome = is_open() and args.incarnation == number('incarnation') and #given.leases == 0
   while welcome and #given.leases < args.max_prompts do
     local pool = nil
