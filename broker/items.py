@@ -227,9 +227,14 @@ class TrainingItems:
         self.events["requeued"] += len(there)
         return len(there)
 
-    def start_from(self, version: int, frontier: Frontier) -> None:
-        """A new incarnation starts from ``version``: what lies behind it is undone, ``frontier`` is durable."""
-        self.forks.append(version)
+    def start_from(self, version: int, frontier: Frontier, *, another_run: bool = False) -> None:
+        """A new incarnation starts from ``version``: what lies behind it is undone, ``frontier`` is durable.
+
+        In another run nothing that was there is known any more, and every group sampled before is abandoned.
+        """
+        if another_run:
+            self._forget()
+        self.forks.append(-1 if another_run else version)
         self._scanned_version = -1
         self._queue_undone(version)
         given = Frontier(base=frontier.base).with_ended(list(frontier.beyond))
@@ -239,8 +244,7 @@ class TrainingItems:
             self._extend_to(given)
         self.durable_version = version
 
-    def forget_run(self) -> None:
-        """Another run begins here: nothing of this one is known any more but that its groups are abandoned."""
+    def _forget(self) -> None:
         self.pool.forget_all()
         for rows in (self.held, self.batches, self.trained_at, self.ended, self.dead):
             rows.remove_all()
@@ -248,7 +252,6 @@ class TrainingItems:
             container.clear()
         self.fed = self.durable = self.held_bytes = 0
         self.durable_version = self._scanned_version = -1
-        self.forks = [-1] * len(self.forks)
         self._set_frontier(Frontier())
 
     def restored(self, *, expires_at: float) -> None:

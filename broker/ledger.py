@@ -49,10 +49,9 @@ class Ledger:
     def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str) -> int:
         """Starts an incarnation. A repeated ``token`` is the same call sent again."""
         if token != self.token:
-            if self.rules is not None and self.rules.run != rules.run:
-                self.items.forget_run()
+            another_run = self.rules is not None and self.rules.run != rules.run
             self.rules, self.token = rules, token
-            self.items.start_from(version, frontier)
+            self.items.start_from(version, frontier, another_run=another_run)
             self.evaluation.start(-1)
             self.version, self.incarnation, self.finished = version, self.incarnation + 1, ""
             self._news()

@@ -12,7 +12,8 @@ function calls.OpenRun()
   if scalars.token == args.token then
     return ok(number('incarnation'))
   end
-  if is_open() and scalars.run ~= args.rules.run then
+  local another_run = is_open() and scalars.run ~= args.rules.run
+  if another_run then
     forget_run()
   end
   for name, value in pairs(args.rules) do
@@ -21,7 +22,7 @@ function calls.OpenRun()
   redis_at('SET', 'rules', ARGV[payload])
   put('token', args.token)
   put('scanned_version', -1)
-  redis_at('RPUSH', 'forks', args.version)
+  redis_at('RPUSH', 'forks', another_run and -1 or args.version) -- every group of another run is abandoned
   queue_undone(args.version)
   if args.version < number('durable_version', -1) then
     restart_at(args.base, args.beyond)

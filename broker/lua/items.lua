@@ -280,7 +280,7 @@ local function extend_to(base, beyond)
   add('durable', unknown + live)
 end
 
--- Another run begins: nothing of the one before is known any more but that its groups are abandoned.
+-- Another run begins: nothing of the one before is known any more.
 local function forget_run()
   forget_pool('train')
   local names = { 'held', 'groups', 'buffer', 'batches', 'trained', 'ended', 'dead', 'events', 'beyond', 'requeued' }
@@ -294,7 +294,4 @@ local function forget_run()
     put(name, 0)
   end
   put('durable_version', -1)
-  for i = 1, redis_at('LLEN', 'forks') do
-    redis_at('LSET', 'forks', i - 1, -1)
-  end
 end
