@@ -59,9 +59,10 @@ class Caller(ABC):
         return self._exchange(call, bodies, wait_s)
 
     # -- the learner -------------------------------------------------------------------------------------------
-    def open_run(self, *, rules: Rules, version: int, frontier: Frontier) -> int:
+    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, after: int = -1) -> int:
         """See broker.contract.Broker. Every call is a new incarnation; one sent again by the client is not."""
-        return self._call(calls.OpenRun(rules=rules, version=version, frontier=frontier, token=self._token()))
+        token = self._token()
+        return self._call(calls.OpenRun(rules=rules, version=version, frontier=frontier, after=after, token=token))
 
     def feed(self, prompts: Sequence[Prompt]) -> int:
         """See broker.contract.Broker."""

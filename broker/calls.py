@@ -40,6 +40,7 @@ class OpenRun(Call[int]):
     rules: Rules
     version: int
     frontier: Frontier
+    after: int
     token: str
 
 
@@ -227,7 +228,9 @@ def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
     """The calls that never wait."""
     match call:
         case OpenRun():
-            return ledger.open_run(rules=call.rules, version=call.version, frontier=call.frontier, token=call.token)
+            return ledger.open_run(
+                rules=call.rules, version=call.version, frontier=call.frontier, after=call.after, token=call.token
+            )
         case Feed():
             return ledger.feed(call.items, bodies)
         case Push():

@@ -227,14 +227,15 @@ class TrainingItems:
         self.events["requeued"] += len(there)
         return len(there)
 
-    def start_from(self, version: int, frontier: Frontier, *, another_run: bool = False) -> None:
+    def start_from(self, version: int, frontier: Frontier, *, incarnation: int, another_run: bool = False) -> None:
         """A new incarnation starts from ``version``: what lies behind it is undone, ``frontier`` is durable.
 
-        In another run nothing that was there is known any more, and every group sampled before is abandoned.
+        Incarnations that this ledger does not know started from here too, as far as it can tell. In another run
+        nothing that was there is known any more, and every group sampled before is abandoned.
         """
         if another_run:
             self._forget()
-        self.forks.append(-1 if another_run else version)
+        self.forks += [-1 if another_run else version] * (incarnation + 1 - len(self.forks))
         self._scanned_version = -1
         self._queue_undone(version)
         given = Frontier(base=frontier.base).with_ended(list(frontier.beyond))

@@ -46,14 +46,15 @@ class Ledger:
         self.serial = 0
 
     # -- the learner -------------------------------------------------------------------------------------------
-    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str) -> int:
-        """Starts an incarnation. A repeated ``token`` is the same call sent again."""
+    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str, after: int = -1) -> int:
+        """Starts an incarnation, numbered above ``after``. A repeated ``token`` is the same call sent again."""
         if token != self.token:
             another_run = self.rules is not None and self.rules.run != rules.run
             self.rules, self.token = rules, token
-            self.items.start_from(version, frontier, another_run=another_run)
+            self.incarnation = max(self.incarnation, after) + 1
+            self.items.start_from(version, frontier, incarnation=self.incarnation, another_run=another_run)
             self.evaluation.start(-1)
-            self.version, self.incarnation, self.finished = version, self.incarnation + 1, ""
+            self.version, self.finished = version, ""
             self._news()
         return self.incarnation
 

@@ -120,10 +120,11 @@ class SerialFeed:
         frontier: Frontier,
         total_steps: int,
         watchdog_s: float,
+        after: int,
     ) -> None:
         self._broker, self._source, self._rules = connect(), prompts(frontier), rules
         self.frontier = frontier
-        self.incarnation = self._broker.open_run(rules=rules, version=version, frontier=frontier)
+        self.incarnation = self._broker.open_run(rules=rules, version=version, frontier=frontier, after=after)
         self._hand: Batch | None = None
 
     def take(self, version: int, wait_s: float) -> Batch | None:

@@ -39,6 +39,7 @@ class BatchFeed:
         prompts: the prompts after a data position, in order.
         version, frontier: where the run starts from.
         total_steps: no batch is taken for this version or later ones.
+        after: the last incarnation that this run is known to have had.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class BatchFeed:
         frontier: Frontier,
         total_steps: int,
         watchdog_s: float,
+        after: int = -1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -58,7 +60,7 @@ class BatchFeed:
         self._total_steps, self._watchdog_s = total_steps, watchdog_s
         self._broker = connect()
         self.frontier, self._version = frontier, version
-        self.incarnation = self._open_run()
+        self.incarnation = self._open_run(after)
         self._changed = threading.Condition()
         self._source: Iterator[Prompt] | None = prompts(frontier)
         self._ahead = 0
@@ -127,8 +129,8 @@ class BatchFeed:
         self._thread.join(timeout=4 * _SLICE_S)
         self._broker.close()
 
-    def _open_run(self) -> int:
-        return self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier)
+    def _open_run(self, after: int) -> int:
+        return self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier, after=after)
 
     def _reopen(self) -> None:
         """The broker came back without its memory: opens the run where the learner is, and has all fed again.
@@ -137,10 +139,7 @@ class BatchFeed:
         generators and publisher know. Caller holds the lock.
         """
         log.warning("the broker has lost its memory: opening the run again at version %d", self._version)
-        while (
-            self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier) < self.incarnation
-        ):
-            pass
+        self._open_run(self.incarnation - 1)
         self._source, self._ahead, self._lost = self._prompts(self.frontier), 0, False
         self._changed.notify_all()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +23,7 @@ from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Exchange
 from learners.feed import BatchFeed
+from learners.lineage import keep, take_up
 from learners.loop import learn
 from learners.policy import Policy
 from learners.schedule import learning_rate
@@ -151,16 +151,19 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     metrics, evals = (stack.enter_context(closing(JsonlSink(parts.run_dir / "logs" / name))) for name in _LOGS)
     metrics.truncate_after(policy.version)
     evals.truncate_after(policy.version)
+    lineage = take_up(parts.run_dir, config.checkpoint.resume)
     feed = parts.open_feed(
         connect=parts.broker,
         prompts=prompts.from_frontier,
-        rules=_rules(parts.rollout, parts.broker_config, _run_name(parts.run_dir, config.checkpoint.resume)),
+        rules=_rules(parts.rollout, parts.broker_config, lineage.run),
         version=policy.version,
         frontier=frontier,
         total_steps=config.total_steps,
         watchdog_s=parts.watchdog_s,
+        after=lineage.incarnation,
     )
     stack.callback(feed.close)
+    keep(parts.run_dir, replace(lineage, incarnation=feed.incarnation))
     publisher = parts.open_publisher(
         config=parts.weights_sync,
         connect=parts.broker,
@@ -184,14 +187,6 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
 
 
 _LOGS = ("metrics.jsonl", "eval.jsonl")
-
-
-def _run_name(run_dir: Path, resume: str) -> str:
-    """What the broker knows this training by: the same in every restart that goes on with it, else a new one."""
-    path = run_dir / "run_name"
-    if resume == "never" or not path.is_file():
-        path.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
 
 
 def _rules(rollout: RolloutConfig, broker: BrokerConfig, run: str) -> Rules:

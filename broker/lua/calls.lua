@@ -22,7 +22,10 @@ function calls.OpenRun()
   redis_at('SET', 'rules', ARGV[payload])
   put('token', args.token)
   put('scanned_version', -1)
-  redis_at('RPUSH', 'forks', another_run and -1 or args.version) -- every group of another run is abandoned
+  local incarnation = math.max(number('incarnation', -1), args.after) + 1
+  for _ = redis_at('LLEN', 'forks'), incarnation do -- also of those that this ledger does not know
+    redis_at('RPUSH', 'forks', another_run and -1 or args.version) -- every group of another run is abandoned
+  end
   queue_undone(args.version)
   if args.version < number('durable_version', -1) then
     restart_at(args.base, args.beyond)
@@ -32,7 +35,7 @@ function calls.OpenRun()
   put('durable_version', args.version)
   start_round(-1)
   put('version', args.version)
-  put('incarnation', number('incarnation', -1) + 1)
+  put('incarnation', incarnation)
   put('finished', '')
   news()
   wake_all()

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,10 +126,10 @@ def test_a_call_on_its_way_when_the_broker_dies_is_answered_by_the_one_that_come
     client.close()
 
 
-def test_leases_have_their_whole_time_again_and_members_say_themselves_that_they_live(tmp_path: Path) -> None:
-    from tests.broker.conftest import Make  # the same messages, without a server
-
-    make, clock, config = Make(), [100.0], BrokerConfig()
+def test_leases_have_their_whole_time_again_and_members_say_themselves_that_they_live(
+    tmp_path: Path, make: Any
+) -> None:
+    clock, config = [100.0], BrokerConfig()
     first = BrokerServer(config, clock=lambda: clock[0], store=Store(tmp_path))
     ledger = first.ledger
     ledger.open_run(rules=make.rules(lease_timeout_s=5.0), version=0, frontier=Frontier(), token="t")
@@ -179,16 +180,12 @@ def test_a_folder_in_use_foreign_or_of_another_schema_is_refused_by_name(tmp_pat
 
 @pytest.mark.parametrize("backend", ["zmq", pytest.param("redis", marks=pytest.mark.service)])
 def test_durability_without_a_folder_names_the_setting(backend: Any) -> None:
-    import threading
-
     with pytest.raises(BrokerError, match=r"broker\.data_dir"):
         serve(BrokerConfig(backend=backend, durability="disk"), ready=lambda url: None, stop=threading.Event())
 
 
 def test_a_broker_that_cannot_write_any_more_ends_instead_of_answering(tmp_path: Path, make: Any) -> None:
     """What it would have said has not happened: the client goes on asking until a broker with a disk is back."""
-    import threading
-
     server = BrokerServer(BrokerConfig(), store=Store(tmp_path))
     failure: list[BaseException] = []
 

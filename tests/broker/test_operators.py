@@ -12,7 +12,7 @@ from broker import calls
 from broker.codec import encode
 from broker.contract import Broker, PushOutcome
 from broker.errors import BufferFull
-from broker.messages import Batch, Frontier, Lease
+from broker.messages import Batch, Frontier, Lease, Publication
 
 LONG_S = 30.0
 
@@ -172,9 +172,18 @@ def test_another_run_with_the_same_names_starts_with_empty_books(hub: Any, make:
 
 
 def test_c51_who_joins_late_learns_the_current_version_anyway(hub: Any, make: Any) -> None:
-    from broker.messages import Publication
-
     broker = opened(hub, make)
     offer = Publication(version=3, incarnation=0, attempt=1, epoch=1, store="h:1", receivers=("g",))
     broker.publish(offer)
     assert hub.client().publication(after_attempt=0, wait_s=LONG_S) == offer
+
+
+def test_no_incarnation_is_given_twice_even_by_a_broker_that_has_forgotten_them(hub: Any, make: Any) -> None:
+    """Else weights of a lineage that was given up would pass for the new one's."""
+    broker: Broker = hub.client()
+    assert broker.open_run(rules=make.rules(), version=5, frontier=Frontier(base=3), after=6) == 7
+    broker.feed(make.prompts(range(8)))
+    assert lease(broker, 1, version=6, incarnation=0) == ()
+    (one,) = lease(broker, 1, version=5, incarnation=7)
+    assert broker.push(make.group(one, ((6, 4),), incarnation=2)) is PushOutcome.ABANDONED
+    assert broker.open_run(rules=make.rules(), version=5, frontier=Frontier(base=3), after=2) == 8
