@@ -23,7 +23,7 @@ from benchmarks.figures import Figure, line, save
 from benchmarks.lease_cost import lease_cost
 from benchmarks.many_generators import many_generators
 from benchmarks.memory import memory
-from benchmarks.processes import CONTEXT, Backend, cores
+from benchmarks.processes import Backend, cores
 from benchmarks.throughput import throughput
 
 MEASURES: dict[str, Callable[[Backend, bool], list[Figure]]] = {
@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures here too")
     options = parser.parse_args(arguments)
-    CONTEXT.set_forkserver_preload([measure.__module__ for measure in MEASURES.values()])
     machine = _machine()
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     figures: list[Figure] = []

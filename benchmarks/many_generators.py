@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -70,7 +69,6 @@ class Seen:
     leases: list[float] = field(default_factory=list)
     pushes: list[float] = field(default_factory=list)
     reports: list[float] = field(default_factory=list)
-    outcomes: Counter[str] = field(default_factory=Counter)
     starved: int = 0
     errors: list[str] = field(default_factory=list)
     cpu_s: float = 0.0
@@ -80,7 +78,6 @@ class Seen:
         for mine, theirs in ((self.leases, other.leases), (self.pushes, other.pushes), (self.reports, other.reports)):
             mine.extend(theirs)
         self.errors.extend(other.errors)
-        self.outcomes.update(other.outcomes)
         self.starved += other.starved
         self.cpu_s += other.cpu_s
 
@@ -96,7 +93,6 @@ class Learned:
     events: dict[str, int]
     members: int
     balanced: bool
-    cpu_s: float
 
 
 def many_generators(backend: Backend, quick: bool) -> list[Figure]:
@@ -237,7 +233,6 @@ def _answer_one(client: Broker, load: Load, counters: Counters, name: str, chanc
         return
     done = sampled_by(SMALL, held, counters[VERSION])  # new weights arrived half-way
     outcome = _timed(lambda: client.push(answer(done, lease)), seen.pushes, counters)
-    seen.outcomes[outcome.value] += 1
     if outcome is not PushOutcome.ACCEPTED:
         seen.errors.append(f"{name}: {outcome.value}")
 
@@ -306,7 +301,6 @@ def _learn(running_: Running, load: Load, counters: Counters) -> Learned:
         events=state.counts.events,
         members=len(state.members),
         balanced=state.counts.balanced(),
-        cpu_s=time.process_time(),
     )
 
 
