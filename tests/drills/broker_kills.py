@@ -18,7 +18,6 @@ import secrets
 import shutil
 import socket
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -37,6 +36,7 @@ GENERATORS = 3
 WEIGHTS = {"broker": 0.3, "learner": 0.25, "generator": 0.45 / GENERATORS}
 PROMPTS_PER_KILL = 8  # an epoch has so many for each kill: three epochs last as long as the kills
 MEAN_GAP_BEHIND_S, MEAN_GAP_AHEAD_S = 0.4, 1.2  # between kills, by whether they are behind the training
+MOST_AHEAD = 4  # kills; on a loaded machine nobody would ever get past its start otherwise
 LONGEST_DOWN_S = 0.5
 TURN_S = 0.01
 CRASHES_ALLOWED = 20
@@ -57,9 +57,10 @@ class Drill:
         self.learner = Process("learner", "learner_process", directory)
         self._generators = [Process(name, "generator_process", directory, name) for name in names]
         self.processes = [self.broker, self.learner, *self._generators]
+        self.broker.start()
+        self._await_url()
         self.observer = Observer(setting)
         self.crashes: list[str] = []
-        self._pause = threading.Event()
         self._next_kill_at = time.monotonic() + 2.0
         self._killed_at = time.monotonic()
 
@@ -78,7 +79,7 @@ class Drill:
             elif time.monotonic() >= self._next_kill_at:
                 self._kill_one()
             self._check_progress()
-            self._pause.wait(TURN_S)
+            time.sleep(TURN_S)
 
     def final_counts(self) -> Counts:
         """The ledger as the broker has it now."""
@@ -93,6 +94,13 @@ class Drill:
         for one in self.processes:
             one.stop()
 
+    def _await_url(self) -> None:
+        until = time.monotonic() + SILENCE_S
+        while not self.setting.url_file.exists():
+            if time.monotonic() > until or not self.broker.running():
+                raise SystemExit(f"the broker did not start\n{self.broker.standing()}")
+            time.sleep(TURN_S)
+
     def _start_again(self) -> None:
         for one in self.processes:
             if text := one.crashed():
@@ -106,13 +114,13 @@ class Drill:
     def _kill_one(self) -> None:
         """Only who is past the interpreter's start: what interests us begins with the first line of its program."""
         alive = [one for one in self.processes if one.up()]
-        if not alive:
+        ahead = self.kills - self._kills_wanted * self.observer.ended / self.setting.total
+        if not alive or ahead > MOST_AHEAD:
             return
         (victim,) = self._rng.choices(alive, [WEIGHTS[one.role] for one in alive])
         victim.kill(again_after_s=self._rng.uniform(0.0, LONGEST_DOWN_S))
         self._killed_at = time.monotonic()
-        behind = self.kills / self._kills_wanted < self.observer.ended / self.setting.total
-        mean = MEAN_GAP_BEHIND_S if behind else MEAN_GAP_AHEAD_S
+        mean = MEAN_GAP_BEHIND_S if ahead < 0 else MEAN_GAP_AHEAD_S
         self._next_kill_at = self._killed_at + self._rng.expovariate(1.0 / mean)
 
     def _check_progress(self) -> None:
@@ -185,14 +193,11 @@ def prepare(args: argparse.Namespace, directory: Path) -> Setting:
         (directory / "data").mkdir()
     elif args.durability == "disk":
         raise SystemExit("BrokerConfig has no durability here: only --durability memory can be drilled")
-    password = secrets.token_urlsafe(12)
-    address = f"127.0.0.1:{broker['port']}"
     setting = Setting(
         driver_pid=os.getpid(),
         directory=str(directory),
         broker=broker | known,
-        url=f"tcp://{address}" if args.backend == "zmq" else f"redis://:{password}@{address}/0",
-        password=password,
+        password=secrets.token_urlsafe(12),
         size=args.prompts or PROMPTS_PER_KILL * args.kills,
         seed=args.seed,
     )
@@ -215,8 +220,7 @@ def main() -> int:
         drill.run()
         wrong = judge(drill)
     except Stuck as stuck:
-        print(stuck)
-        wrong = [f"stuck: {stuck}"]
+        wrong = [str(stuck)]
     finally:
         drill.close()
     if wrong or drill.crashes:

@@ -11,8 +11,8 @@ from tests.drills.setting import Setting, enter
 
 def main() -> None:
     setting = enter()
-    if setting.broker["backend"] == "redis":
-        # serve() makes a new password at every start, and with it another url; the server itself takes the old one.
+    if setting.broker["backend"] == "redis" and not setting.disk:
+        # serve() makes a new password, and with it another url, when there is no data_dir to keep it in.
         server = RedisServer(setting.config(), password=setting.password)
         _ready(setting, server.url)
         raise SystemExit(f"the Redis server has ended by itself with {server.wait()}")
@@ -20,8 +20,12 @@ def main() -> None:
 
 
 def _ready(setting: Setting, url: str) -> None:
+    if not setting.url_file.exists():
+        part = setting.url_file.with_suffix(".part")
+        part.write_text(url, encoding="utf-8")
+        part.rename(setting.url_file)
     if url != setting.url:
-        raise SystemExit(f"the broker is at {url} now; it was at {setting.url}")
+        raise SystemExit("the broker has come back at another url")
     print("ready", flush=True)
 
 

@@ -30,12 +30,17 @@ UP = "up"  # first word of the first line of a started process
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One drill. ``broker``: the fields of a BrokerConfig that are not its defaults. ``size``: prompts an epoch."""
+    """One drill.
+
+    Attributes:
+        broker: the fields of a BrokerConfig that are not its defaults.
+        password: of a Redis server that keeps none itself.
+        size: prompts an epoch.
+    """
 
     driver_pid: int
     directory: str
     broker: dict[str, object]
-    url: str
     password: str
     size: int
     seed: int
@@ -49,6 +54,16 @@ class Setting:
     def disk(self) -> bool:
         """Whether a killed broker remembers."""
         return self.broker.get("durability") == "disk"
+
+    @property
+    def url_file(self) -> Path:
+        """Written by the broker's first start; the later ones must come back there."""
+        return Path(self.directory, "url")
+
+    @property
+    def url(self) -> str:
+        """Of the broker."""
+        return self.url_file.read_text(encoding="utf-8")
 
     @property
     def all_killed(self) -> Path:
