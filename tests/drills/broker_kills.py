@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.messages import Counts
 from learners.checkpoint import Checkpoints
@@ -179,7 +178,7 @@ def report(drill: Drill, wrong: list[str], seconds: float) -> None:
 
 
 def prepare(args: argparse.Namespace, directory: Path) -> Setting:
-    """Settles address, password and size. SystemExit when this checkout cannot do what is asked for."""
+    """Settles address, password and size."""
     broker: dict[str, object] = {
         "backend": args.backend,
         "port": _free_port(),
@@ -187,16 +186,13 @@ def prepare(args: argparse.Namespace, directory: Path) -> Setting:
         "member_timeout_s": MEMBER_TIMEOUT_S,
         "heartbeat_s": HEARTBEAT_S,
         "reconnect_timeout_s": SILENCE_S,
+        "durability": args.durability,
+        "data_dir": str(directory / "data"),
     }
-    wanted = {"durability": args.durability, "data_dir": str(directory / "data")}
-    if known := {name: value for name, value in wanted.items() if name in BrokerConfig.model_fields}:
-        (directory / "data").mkdir()
-    elif args.durability == "disk":
-        raise SystemExit("BrokerConfig has no durability here: only --durability memory can be drilled")
     setting = Setting(
         driver_pid=os.getpid(),
         directory=str(directory),
-        broker=broker | known,
+        broker=broker,
         password=secrets.token_urlsafe(12),
         size=args.prompts or PROMPTS_PER_KILL * args.kills,
         seed=args.seed,

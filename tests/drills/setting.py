@@ -84,6 +84,8 @@ class Setting:
             max_attempts=config.max_attempts,
             lease_timeout_s=config.lease_timeout_s,
             member_timeout_s=config.member_timeout_s,
+            max_buffer_bytes=config.max_buffer_bytes,
+            run="drill",
         )
 
     def prompt(self, position: int) -> Prompt:
