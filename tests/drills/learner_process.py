@@ -2,8 +2,8 @@
 
     newest checkpoint -> learners.feed.BatchFeed -> bound checked -> history, publish, trained -> checkpoint, durable
 
-Broker side and checkpoints are the product's own. Three runs, one after the other: whole batches; the groups that do
-not fill a batch, one by one; the last item, which waits for the last kill and brings the news of what died late.
+Broker side, lineage and checkpoints are the product's own. Three runs, one after the other: whole batches; the groups that
+do not fill a batch, one by one; the last item, which waits for the last kill and brings the news of what died late.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from broker.errors import NoOpenRun
 from broker.messages import Batch, Completion, Frontier, Prompt, Publication
 from learners.checkpoint import Checkpoints
 from learners.feed import BatchFeed, EndOfData
+from learners.lineage import keep, take_up
 from learners.staleness import apply_bound
 from tests.drills.history import newest
 from tests.drills.setting import GROUPS_PER_STEP, MAX_STALENESS, SILENCE_S, Setting, enter
@@ -63,15 +65,19 @@ class Learner:
 
     def _train(self, groups_per_step: int, upto: int) -> BatchFeed:
         """Trains what there is below position ``upto``; returns the feed, closed but for its ``finish``."""
+        directory = Path(self._setting.directory)
+        lineage = take_up(directory, "auto")
         feed = BatchFeed(
             connect=self._connect,
             prompts=lambda frontier: self._prompts(frontier, upto),
-            rules=self._setting.rules(groups_per_step),
+            rules=self._setting.rules(groups_per_step, lineage.run),
             version=self._version,
             frontier=self._frontier,
             total_steps=2**31,
             watchdog_s=SILENCE_S,
+            after=lineage.incarnation,
         )
+        keep(directory, replace(lineage, incarnation=feed.incarnation))
         log.info("incarnation %d: batches of %d below position %d", feed.incarnation, groups_per_step, upto)
         self._offer(feed)
         try:

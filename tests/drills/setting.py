@@ -74,7 +74,7 @@ class Setting:
         """From JSON, in which a path is a text and an integer may be a float."""
         return BrokerConfig.model_validate_json(json.dumps(self.broker | changes))
 
-    def rules(self, groups_per_step: int) -> Rules:
+    def rules(self, groups_per_step: int, run: str) -> Rules:
         """What the learner opens the run with."""
         config = self.config()
         return Rules(
@@ -85,7 +85,7 @@ class Setting:
             lease_timeout_s=config.lease_timeout_s,
             member_timeout_s=config.member_timeout_s,
             max_buffer_bytes=config.max_buffer_bytes,
-            run="drill",
+            run=run,
         )
 
     def prompt(self, position: int) -> Prompt:
