@@ -182,9 +182,10 @@ def test_c113_a_busy_port_names_the_setting(url: str) -> None:
         serve(BrokerConfig(port=port), ready=lambda url: None, stop=threading.Event())
 
 
-def test_an_address_that_is_not_ours_names_the_setting() -> None:
+def test_an_address_that_is_not_ours_names_the_setting(tmp_path: Path) -> None:
+    elsewhere = BrokerConfig(host="198.51.100.1", key_file=str(tmp_path / "broker.key"))
     with pytest.raises(BrokerError, match=r"broker\.host"):
-        serve(BrokerConfig(host="192.0.2.1"), ready=lambda url: None, stop=threading.Event())
+        serve(elsewhere, ready=lambda url: None, stop=threading.Event())
 
 
 def test_c113_eight_servers_at_once_get_eight_ports() -> None:
