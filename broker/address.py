@@ -12,8 +12,8 @@ ZMQ_FORMS = "tcp://HOST:PORT"
 REDIS_FORMS = "redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], rediss://… (TLS) or unix:///PATH/TO/SOCKET[?db=N]"
 ACCEPTED = f"accepted are {ZMQ_FORMS}, {REDIS_FORMS}; an IPv6 address stands in brackets"
 BACKENDS = {"tcp": "zmq", "redis": "redis", "rediss": "redis", "unix": "redis"}
-_TLS_FILES = frozenset({"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"})
-_TLS_OPTIONS = _TLS_FILES | {"ssl_password", "ssl_cert_reqs", "ssl_check_hostname"}
+TLS_FILES = frozenset({"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"})
+_TLS_OPTIONS = TLS_FILES | {"ssl_password", "ssl_cert_reqs", "ssl_check_hostname"}
 OPTIONS = {"tcp": frozenset[str](), "redis": frozenset({"db"}), "rediss": _TLS_OPTIONS | {"db"}, "unix": {"db"}}
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _PUBLIC = {  # RFC 5737 and 3849 documentation addresses; connecting UDP sends nothing
@@ -106,8 +106,9 @@ def without_password(url: str) -> str:
         parts = urlsplit(url)
     except ValueError:
         return shown
-    if parts.scheme not in BACKENDS:
-        return shown
+    after = url[len(parts.scheme) + len("://") + len(parts.netloc) :]
+    if parts.scheme not in BACKENDS or ("@" in after and (parts.netloc or parts.scheme != "unix")):
+        return shown  # a password with a /, ? or # in it, most likely
     options = urlencode([pair for pair in parse_qsl(parts.query) if "password" not in pair[0]], safe="/:")
     place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     return f"{place}?{options}" if options else place

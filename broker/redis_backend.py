@@ -23,7 +23,7 @@ from broker.calls import Bodies, Call, EvalResults, LeasePrompts, ReadPublicatio
 from broker.config import BrokerConfig
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
 from broker.redis_calls import READERS, REQUESTS, Request
-from broker.redis_connection import SOCKET_TIMEOUT_S, open_redis, refusal
+from broker.redis_connection import SOCKET_TIMEOUT_S, obstacle, open_redis, refusal
 from broker.silence import Silence
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class RedisBroker(Caller):
             except redis.exceptions.RedisError as error:
                 if why := refusal(error):
                     raise why from error
-                silence.check(str(error))
+                silence.check(obstacle(self._url, error))
                 time.sleep(max(0.0, min(pause, silence.left_s())))
                 pause = min(2 * pause, LAST_PAUSE_S)
             else:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
+from urllib.parse import parse_qsl, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from broker.address import TLS_FILES
 from broker.errors import BrokerError
 
 SOCKET_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 2.0  # one try; short, so that a person hears soon what is waited for
 
 # What the client sends itself, and what lua/*.lua calls: a user with these and no more can run the ledger.
 CLIENT_COMMANDS = ("info", "eval", "evalsha", "hmget", "select", "ping", "subscribe", "unsubscribe")
@@ -32,16 +36,29 @@ def acl_rule(namespace: str) -> str:
 
 def open_redis(url: str) -> redis.Redis:
     """A client of the server at ``url``, which it reaches in its first call. Raises BrokerError for a wrong option."""
+    for name, value in parse_qsl(urlsplit(url).query):
+        if name in TLS_FILES and not os.access(value, os.R_OK):
+            raise BrokerError(f"broker.url: {name}={value} cannot be read")
+    keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
     try:
         return redis.Redis.from_url(
             url,
             socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
-            socket_keepalive=True,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            **keepalive,
             retry=Retry(NoBackoff(), 0),  # reconnecting is ours, bounded by broker.reconnect_timeout_s
         )
     except ValueError as error:
         raise BrokerError(f"broker.url: {error}") from error
+
+
+def obstacle(url: str, error: redis.exceptions.RedisError) -> str:
+    """Why the server was not reached this time, as far as one can tell."""
+    if url.startswith("rediss:"):
+        waits = isinstance(error, redis.exceptions.TimeoutError)  # for the end of what it takes for a command
+        return f"{error} (does it speak TLS there? if not: redis://)" if waits else str(error)
+    hung_up = isinstance(error.__cause__ or error.__context__, ConnectionResetError) or "closed by server" in str(error)
+    return f"{error} (does it want TLS there? then: rediss://)" if hung_up else str(error)
 
 
 def refusal(error: redis.exceptions.RedisError) -> BrokerError | None:
