@@ -208,5 +208,5 @@ def test_the_keys_of_a_run_are_in_its_folder_unless_they_have_a_place() -> None:
 
 def test_a_key_file_of_the_run_folder_is_used_by_itself(tmp_path: Path) -> None:
     config = environment.placed(load("quickstart", [f"output_dir={tmp_path}"]))
-    with pytest.raises(BrokerError, match="slipstream/quickstart/broker.key: No such file"):
+    with pytest.raises(BrokerError, match=r"slipstream/quickstart/broker\.key: No such file"):
         connect(config, "tcp://10.0.0.5:1")
