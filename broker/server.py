@@ -37,6 +37,7 @@ from broker.wire import HEAD_BYTES, NO_REQUEST, RequestHead, error_reply, read_c
 log = logging.getLogger(__name__)
 
 CLIENTS_REMEMBERED = 16384  # last answers kept for a request sent again; the longest silent client is forgotten first
+LONGEST_PAUSE_S = 3600.0  # ZeroMQ counts milliseconds in 32 bits
 REQUESTS_PER_TURN = 64  # taken in before waiters are looked at, so that a busy sender cannot hold up the rest
 
 
@@ -242,7 +243,7 @@ class BrokerServer:
         ends = [self._deadlines[0][0]] if self._deadlines else []
         expiry = self.ledger.next_deadline()
         ends += [] if expiry is None else [expiry]
-        return None if not ends else max(0, int(1000 * (min(ends) - self._clock())) + 1)
+        return None if not ends else int(1000 * min(LONGEST_PAUSE_S, max(0.0, min(ends) - self._clock()))) + 1
 
     def _wake_on(self, stop: threading.Event) -> None:
         stop.wait()

@@ -24,6 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from broker.address import reachable_host
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.errors import BrokerError
@@ -237,3 +238,18 @@ def test_tls_on_one_side_only_ends_with_the_setting(
             broker.state()
         assert secret not in str(caught.value)
         broker.close()
+
+
+def test_c53_a_server_of_ours_on_every_address_tells_one_that_others_reach_and_wants_its_password(
+    config: BrokerConfig, make: Any
+) -> None:
+    server = RedisServer(BrokerConfig(backend="redis", host="0.0.0.0"))
+    host = server.url.rpartition("@")[2].rpartition(":")[0]
+    assert host == reachable_host("0.0.0.0") != "0.0.0.0"
+    one_group(config, server.url, make)
+    with pytest.raises(BrokerError, match=r"password of broker\.url"):
+        connect(config, f"redis://{host}:{server.port}/0").state()
+    server.stop()
+    ours = RedisServer(BrokerConfig(backend="redis", host="::1"))
+    one_group(config, ours.url, make)
+    ours.stop()
