@@ -56,11 +56,12 @@ class Door:
             self._answer(self._zap.recv_multipart())
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
-            # An end without details is also what a port scan or a health probe leaves behind.
             if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._ledger.events[UNAUTHENTICATED] += 1
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._turned_away(_protocol_cause(event["value"], keys=bool(self._allowed)))
+            elif self._allowed:  # it hung up first: which end sees what is wrong with the other is a matter of luck
+                self._turned_away("someone who hangs up during the handshake: a client without the key, or a probe")
 
     def close(self) -> None:
         """Before the socket it stands at."""
