@@ -13,7 +13,10 @@ from broker.caller import Caller, fresh_token
 from broker.calls import Bodies, Call
 from broker.codec import decode, encode
 from broker.config import BrokerConfig
-from broker.errors import BrokerUnreachable, Refused
+from broker.errors import Refused
+from broker.handshake import Handshakes
+from broker.keys import client_keys
+from broker.silence import Silence
 from broker.wire import ERRORS, HEAD_BYTES, NO_REQUEST, WAITING, ReplyHead, RequestHead, read_value
 
 T = TypeVar("T")
@@ -30,10 +33,11 @@ class ZmqBroker(Caller):
 
     def __init__(self, config: BrokerConfig, url: str, *, token: Callable[[], str] = fresh_token) -> None:
         super().__init__(config, token=token)
-        self._url = url
         self._timeout_s = config.reconnect_timeout_s
         self._max_bytes = config.max_frame_bytes
         self._request_id = 0
+        self._url = url
+        keys = client_keys(config, url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
@@ -44,12 +48,19 @@ class ZmqBroker(Caller):
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_frame_bytes)
+        if "[" in url:  # for all, and ZeroMQ would look for IPv6 addresses of names only
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._handshakes = Handshakes(self._socket, keys, url=url, key_file=config.key_file)
+        self._poller = zmq.Poller()
+        self._poller.register(self._handshakes.monitor, zmq.POLLIN)
         self._socket.connect(url)
 
     def close(self) -> None:
         """See broker.contract.Broker."""
         super().close()
-        self._socket.close()
+        if not self._socket.closed:
+            self._handshakes.close()
+            self._socket.close()
 
     def _exchange(self, call: Call[T], bodies: Bodies, wait_s: float) -> tuple[T, Bodies]:
         frames = [encode(call), *bodies]
@@ -57,22 +68,20 @@ class ZmqBroker(Caller):
             name = type(call).__name__
             raise Refused(f"{name} of {len(frames[0])} bytes is over broker.max_frame_bytes = {self._max_bytes}")
         self._request_id += 1
-        now = time.monotonic()
-        until, silent_until, send_at = now + wait_s, now + self._timeout_s, now
+        silence, now = Silence(self._url, self._timeout_s), time.monotonic()
+        until, send_at = now + wait_s, now
         pause = min(FIRST_PAUSE_S, self._timeout_s / 4)
         while True:
+            silence.check(self._handshakes.look())
             now = time.monotonic()
-            if now >= silent_until:
-                raise BrokerUnreachable(
-                    f"the broker at {self._url} has been silent for broker.reconnect_timeout_s = "
-                    f"{self._timeout_s:g}: is it running, and is broker.url right?"
-                )
-            if now >= send_at and self._send(call, frames, max(0.0, until - now)):
-                send_at, pause = now + pause, min(2 * pause, LAST_PAUSE_S, self._timeout_s / 4)
-            reply = self._receive(due=now >= send_at, timeout_s=min(silent_until, max(send_at, now)) - now)
+            if now >= send_at:
+                silence.asked()
+                if self._send(call, frames, max(0.0, until - now)):
+                    send_at, pause = now + pause, min(2 * pause, LAST_PAUSE_S, self._timeout_s / 4)
+            reply = self._receive(send_in_s=send_at - now, left_s=silence.left_s())
             if reply is None:
                 continue
-            silent_until = time.monotonic() + self._timeout_s
+            silence.ended()
             if reply:
                 return read_value(call, reply, max_bytes=self._max_bytes)
 
@@ -84,14 +93,16 @@ class ZmqBroker(Caller):
             return False
         return True
 
-    def _receive(self, *, due: bool, timeout_s: float) -> list[bytes] | None:
+    def _receive(self, *, send_in_s: float, left_s: float) -> list[bytes] | None:
         """Frames of the answer's value; empty for "still waiting"; None when there is no answer to this request.
 
-        ``due``: the request is still to be sent, so wake as soon as the connection takes it.
+        Wakes when the request is to be sent: at its time, or from then on as soon as the connection takes it.
         """
-        flags = zmq.POLLIN | (zmq.POLLOUT if due else 0)
-        timeout_s = self._timeout_s if due else timeout_s
-        if not self._socket.poll(int(1000 * timeout_s) + 1, flags) & zmq.POLLIN:
+        due = send_in_s <= 0
+        self._poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if due else 0))
+        timeout_s = left_s if due else min(send_in_s, left_s)
+        ready = dict(self._poller.poll(int(1000 * max(0.0, timeout_s)) + 1))
+        if not ready.get(self._socket, 0) & zmq.POLLIN:
             return None
         first, *frames = self._socket.recv_multipart()
         head = decode(first, ReplyHead, max_bytes=HEAD_BYTES)

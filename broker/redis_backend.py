@@ -17,19 +17,18 @@ from typing import Any, TypeVar, cast
 
 import msgpack
 import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from broker.caller import Caller, fresh_token
 from broker.calls import Bodies, Call, EvalResults, LeasePrompts, ReadPublication, ReadState, TakeBatch
 from broker.config import BrokerConfig
-from broker.errors import BrokerError, BrokerUnreachable, NoOpenRun, Refused, RunFinished
+from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
 from broker.redis_calls import READERS, REQUESTS, Request
+from broker.redis_connection import SOCKET_TIMEOUT_S, obstacle, open_redis, refusal
+from broker.silence import Silence
 
 T = TypeVar("T")
 
 PARTS = ("store", "pool", "items", "wakes", "calls", "looks")
-SOCKET_TIMEOUT_S = 10.0
 LONGEST_WAIT_S = 2.0  # below the socket's timeout, or an idle wait would look like a broken connection
 GROUPS_PER_READ = 32
 # The channel on which the end of a wait is announced (lua/wakes.lua); leases have one for each client.
@@ -69,13 +68,8 @@ class RedisBroker(Caller):
         self._notices: Any = None
         self._heard: set[str] = set()
         self._lease_channel = f"lease:{uuid.uuid4().hex}"
-        self._redis = redis.Redis.from_url(
-            url,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
-            socket_keepalive=True,
-            retry=Retry(NoBackoff(), 0),  # reconnecting is ours, bounded by broker.reconnect_timeout_s
-        )
+        self._url = url
+        self._redis = open_redis(url)
 
     def close(self) -> None:
         """See broker.contract.Broker."""
@@ -132,23 +126,20 @@ class RedisBroker(Caller):
     # -- the connection ----------------------------------------------------------------------------------------
     def _reached(self, attempt: Callable[[], T]) -> T:
         """Tries until the server answers, with bounded backoff, for at most ``broker.reconnect_timeout_s``."""
-        until, pause = time.monotonic() + self._config.reconnect_timeout_s, FIRST_PAUSE_S
+        silence, pause = Silence(self._url, self._config.reconnect_timeout_s), FIRST_PAUSE_S
+        silence.asked()
         while True:
             try:
-                return attempt()
-            except redis.exceptions.AuthenticationError as error:
-                raise BrokerError(f"Redis refused the user or password of broker.url: {error}") from error
-            except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise BrokerUnreachable(
-                        f"Redis was not reached within broker.reconnect_timeout_s = "
-                        f"{self._config.reconnect_timeout_s:g} (is it running, and is broker.url right?): {error}"
-                    ) from error
-                time.sleep(min(pause, left))
+                found = attempt()
+            except redis.exceptions.RedisError as error:
+                if why := refusal(error):
+                    raise why from error
+                silence.check(obstacle(self._url, error))
+                time.sleep(max(0.0, min(pause, silence.left_s())))
                 pause = min(2 * pause, LAST_PAUSE_S)
-            except redis.exceptions.ResponseError as error:
-                raise BrokerError(f"Redis answered with an error: {error}") from error
+            else:
+                silence.ended()
+                return found
 
     def _check_server(self) -> None:
         """Refuses a server that is too old, or that would evict parts of the ledger."""

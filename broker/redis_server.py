@@ -17,10 +17,10 @@ import tempfile
 import threading
 from pathlib import Path
 
+from broker.address import bracketed, reachable_host, resolve
 from broker.config import BrokerConfig
 from broker.errors import BrokerError
 from broker.lifetime import leashed
-from broker.server import reachable_host
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class RedisServer:
         except BaseException:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
-        self.url = f"redis://:{self.password}@{reachable_host(config.host)}:{self.port}/0"
+        self.url = f"redis://:{self.password}@{bracketed(reachable_host(config.host))}:{self.port}/0"
 
     @property
     def pid(self) -> int:
@@ -124,7 +124,7 @@ class RedisServer:
     def _write_config(self, host: str, port: int) -> None:
         self.config_file.touch(mode=0o600)
         self.config_file.write_text(
-            f"bind {socket.gethostbyname(host)}\nport {port}\nrequirepass {self.password}\nprotected-mode yes\n"
+            f"bind {resolve(host)}\nport {port}\nrequirepass {self.password}\nprotected-mode yes\n"
             f'dir {self._data_dir or self._directory}\nsave ""\nmaxmemory-policy noeviction\n'
             f"appendonly {'yes' if self._data_dir else 'no'}\nappendfsync always\n"
             'daemonize no\nlogfile ""\nloglevel notice\nalways-show-logo no\n',
@@ -161,6 +161,7 @@ def _relay(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None])
 
 
 def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
+    address = resolve(host)
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])

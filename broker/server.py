@@ -12,7 +12,6 @@ import contextlib
 import errno
 import heapq
 import logging
-import socket
 import threading
 import time
 import uuid
@@ -23,11 +22,14 @@ from typing import Any
 
 import zmq
 
+from broker.address import bracketed, reachable_host, resolve
 from broker.calls import PENDING, Bodies, Call, EvalResults, LeasePrompts, TakeBatch, answer, waits_alike
 from broker.codec import decode
 from broker.config import BrokerConfig
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
+from broker.handshake import Door
 from broker.heads import LeaseHead
+from broker.keys import server_keys
 from broker.ledger import Ledger
 from broker.store import Store
 from broker.wire import HEAD_BYTES, NO_REQUEST, RequestHead, error_reply, read_call, value_reply, waiting_reply
@@ -35,6 +37,7 @@ from broker.wire import HEAD_BYTES, NO_REQUEST, RequestHead, error_reply, read_c
 log = logging.getLogger(__name__)
 
 CLIENTS_REMEMBERED = 16384  # last answers kept for a request sent again; the longest silent client is forgotten first
+LONGEST_PAUSE_S = 3600.0  # ZeroMQ counts milliseconds in 32 bits
 REQUESTS_PER_TURN = 64  # taken in before waiters are looked at, so that a busy sender cannot hold up the rest
 
 
@@ -59,6 +62,7 @@ class BrokerServer:
     def __init__(
         self, config: BrokerConfig, *, clock: Callable[[], float] = time.monotonic, store: Store | None = None
     ) -> None:
+        keys = server_keys(config)
         self.ledger = Ledger()
         self._store = store
         self._max_bytes = config.max_frame_bytes
@@ -68,7 +72,7 @@ class BrokerServer:
         self._deadlines: list[tuple[float, int, bytes]] = []  # with the request's number; may hold what has ended
         self._outbox: list[tuple[bytes, list[bytes], tuple[LeaseHead, ...]]] = []
         self._seen_changes = 0
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_address = f"inproc://broker-stop-{uuid.uuid4().hex}"
         self._wake = self._context.socket(zmq.PULL)
         self._wake.bind(self._wake_address)
@@ -80,6 +84,7 @@ class BrokerServer:
         self._router.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
         # Twice the limit still gets an answer that says why; beyond, ZeroMQ closes the connection unread.
         self._router.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_frame_bytes)
+        self._door = Door(self._router, keys, self.ledger)
         self.url = self._bind(config)
         if store is not None and store.load(self.ledger, clock()):
             log.info("the ledger is back: version %d, %s", self.ledger.version, self.ledger.counts())
@@ -90,8 +95,11 @@ class BrokerServer:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        for door in self._door.sockets:
+            poller.register(door, zmq.POLLIN)
         try:
             while self._wake not in dict(poller.poll(self._pause_ms())):
+                self._door.look()
                 self._take_requests()
                 self.ledger.expire(self._clock())
                 self._ask_again()
@@ -101,8 +109,11 @@ class BrokerServer:
 
     def close(self) -> None:
         """Frees the port and the store."""
-        self._router.close()
-        self._wake.close(linger=0)
+        if not self._context.closed:
+            self._door.close()
+            self._router.close()
+            self._wake.close(linger=0)
+            self._context.term()
         if self._store is not None:
             self._store.close()
 
@@ -232,7 +243,7 @@ class BrokerServer:
         ends = [self._deadlines[0][0]] if self._deadlines else []
         expiry = self.ledger.next_deadline()
         ends += [] if expiry is None else [expiry]
-        return None if not ends else max(0, int(1000 * (min(ends) - self._clock())) + 1)
+        return None if not ends else int(1000 * min(LONGEST_PAUSE_S, max(0.0, min(ends) - self._clock()))) + 1
 
     def _wake_on(self, stop: threading.Event) -> None:
         stop.wait()
@@ -245,8 +256,9 @@ class BrokerServer:
     # -- binding -----------------------------------------------------------------------------------------------
     def _bind(self, config: BrokerConfig) -> str:
         try:
-            address = socket.gethostbyname(config.host)
-            self._router.bind(f"tcp://{address}:{config.port or '*'}")
+            address = resolve(config.host)
+            self._router.setsockopt(zmq.IPV6, int(":" in address))
+            self._router.bind(f"tcp://{bracketed(address)}:{config.port or '*'}")
         except zmq.ZMQError as error:
             self.close()
             if error.errno == errno.EADDRINUSE:
@@ -261,16 +273,4 @@ class BrokerServer:
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
         port = endpoint.rstrip(b"\0").rpartition(b":")[2].decode()
-        return f"tcp://{reachable_host(config.host)}:{port}"
-
-
-def reachable_host(host: str) -> str:
-    """The name under which others reach a server bound to ``host``: for 0.0.0.0, the address of the default route."""
-    if host != "0.0.0.0":
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # RFC 5737 documentation address; connecting UDP sends nothing
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+        return f"tcp://{bracketed(reachable_host(config.host))}:{port}"

@@ -7,11 +7,12 @@ Bodies (prompts, groups) are frames of their own, so that ``broker.max_frame_byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker.calls import CALLS, Bodies, Call, answer_type
+from broker.calls import CALLS, Bodies, Call, Feed, Push, answer_type
 from broker.codec import decode, encode
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
 
@@ -71,4 +72,10 @@ def read_call(head: RequestHead, frames: Sequence[bytes], *, max_bytes: int) -> 
     for frame in frames:
         if len(frame) > max_bytes:
             raise Refused(f"a frame of {len(frame)} bytes is over broker.max_frame_bytes = {max_bytes}")
-    return decode(frames[0], kind, max_bytes=max_bytes), frames[1:]
+    if not 0 <= head.wait_s < math.inf:  # and not NaN
+        raise Refused(f"a request that waits for {head.wait_s} seconds")
+    call, bodies = decode(frames[0], kind, max_bytes=max_bytes), frames[1:]
+    expected = len(call.items) if isinstance(call, Feed) else int(isinstance(call, Push))
+    if len(bodies) != expected:
+        raise Refused(f"{head.call} with {len(bodies)} bodies, where {expected} were expected")
+    return call, bodies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from broker.address import without_password
 from broker.errors import SlipstreamError
 from configs import dialect
 from configs.run import RunConfig
@@ -94,11 +96,11 @@ def _apply(values: dict[str, object], override: str) -> None:
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
     if not equals or not all(path):
-        raise ConfigError(f"{override!r}: expected key=value, such as learner.optim.lr=2e-5")
+        raise ConfigError(f"{_hidden(override)!r}: expected key=value, such as learner.optim.lr=2e-5")
     try:
         value = dialect.parse(text) if text.strip() else ""
     except yaml.YAMLError as error:
-        raise ConfigError(f"{override!r}: {_one_line(error)}") from error
+        raise ConfigError(f"{_hidden(override)!r}: {_hidden(_one_line(error))}") from error
     section = values
     for name in path[:-1]:
         inner = section.get(name)
@@ -120,14 +122,14 @@ def _explain(error: ValidationError, values: Mapping[str, object]) -> Iterator[s
     for key, branches in problems.items():
         expected = [_EXPECTED[details["type"]] for details in branches if details["type"] in _EXPECTED]
         if len(expected) == len(branches):
-            value = json.dumps(branches[0]["input"], ensure_ascii=False)
+            value = _shown(key, branches[0]["input"])
             yield f"{key}={value}: expected {' or '.join(dict.fromkeys(expected))}"
         else:
             yield from (_line(key, details) for details in branches)
 
 
 def _line(key: str, details: ErrorDetails) -> str:
-    kind, value = details["type"], json.dumps(details["input"], ensure_ascii=False)
+    kind, value = details["type"], _shown(key, details["input"])
     if kind == "extra_forbidden":
         near = nearest(key)
         return f"{key}={value}: unknown key" + (f"; did you mean {near}?" if near else "")
@@ -137,6 +139,18 @@ def _line(key: str, details: ErrorDetails) -> str:
         return f"{key}={value}: expected {details['ctx']['expected']}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{key}={value}: {message}" if key else message
+
+
+def _shown(key: str, value: object) -> str:
+    """A value as people wrote it, but for the password in a url."""
+    if key == "broker.url" and isinstance(value, str):
+        value = without_password(value)
+    return _hidden(json.dumps(value, ensure_ascii=False))
+
+
+def _hidden(text: str) -> str:
+    """The text without what stands before the @ of a url."""
+    return re.sub(r"(://).*@", r"\1***@", text)
 
 
 def _key(loc: tuple[int | str, ...], values: Mapping[str, object]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit, urlunsplit
-
+from broker.address import without_password
 from configs import dialect
 from configs.run import RunConfig
 
@@ -23,12 +22,6 @@ def derived(config: RunConfig) -> dict[str, str]:
         "prompts in the run": f"{config.learner.total_steps * rollout.groups_per_step}"
         f" = {config.learner.total_steps} steps x {rollout.groups_per_step} groups",
     }
-
-
-def without_password(url: str) -> str:
-    """The URL without user and password."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def render(config: RunConfig) -> str:

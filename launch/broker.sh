@@ -11,6 +11,9 @@ Environment, each of which may also be given as a setting on the command line:
   BROKER_HOST   address to listen on; set it to one that the other hosts reach (default: broker.host of CONFIG)
   BROKER_PORT   port; 0 or unset: as CONFIG says
 
+On an address that others reach, clients need the key that the broker keeps in its run folder: copy broker.key to the
+other hosts and name it there with BROKER_KEY.
+
 example: CONFIG=run.yaml BROKER_HOST=10.0.0.5 BROKER_PORT=5555 launch/broker.sh
 TEXT
 }

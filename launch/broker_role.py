@@ -7,8 +7,9 @@ import os
 import threading
 from pathlib import Path
 
+from broker.address import without_password
+from broker.keys import key_file
 from broker.serve import serve
-from configs.show import without_password
 from launch.environment import enter, placed, ready_fd, url_file
 
 
@@ -17,20 +18,21 @@ def run(args: argparse.Namespace) -> int:
     config, watch = enter(args, "broker")
     stop = threading.Event()
     watch.act = lambda signum: stop.set()
-    announced = url_file(config)
+    announced, settings = url_file(config), placed(config)
     try:
-        serve(placed(config), ready=lambda url: _announce(url, announced), stop=stop)
+        serve(settings, ready=lambda url: _announce(url, announced, key_file=key_file(settings)), stop=stop)
     finally:
         announced.unlink(missing_ok=True)
     return 128 + watch.signum if watch.signum else 0
 
 
-def _announce(url: str, announced: Path) -> None:
+def _announce(url: str, announced: Path, *, key_file: Path | None) -> None:
     announced.parent.mkdir(parents=True, exist_ok=True)
     announced.unlink(missing_ok=True)
     with os.fdopen(os.open(announced, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(url + "\n")
-    print(f"broker ready: {without_password(url)} (whole url: {announced})", flush=True)
+    more = f"; key for clients: {key_file}" if key_file else ""
+    print(f"broker ready: {without_password(url)} (whole url: {announced}{more})", flush=True)
     if (descriptor := ready_fd()) is not None:
         with os.fdopen(descriptor, "w") as pipe:
             pipe.write(url + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import queue
 import shutil
 import sys
@@ -15,13 +14,13 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from broker.address import without_password
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.errors import SlipstreamError
 from broker.serve import serve
 from configs.load import load
 from configs.run import RunConfig
-from configs.show import without_password
 from generators.engine import EngineDead, NonFiniteLogits
 from launch import environment
 from tasks.loading import load_function
@@ -30,6 +29,7 @@ _START_S = 30.0
 _DISK_BYTES = 2 << 30
 # What a check can fail with that is about this machine or its settings; anything else is a bug and ends the doctor.
 _FAILURES = (SlipstreamError, EngineDead, NonFiniteLogits, OSError, ImportError, RuntimeError, ValueError, TimeoutError)
+_PRIVATE = {"backend": "zmq", "url": "", "host": "127.0.0.1", "port": 0, "security": "none"}
 _PACKAGES = ("torch", "transformers", "deepspeed", "pyzmq", "redis", "msgpack", "pydantic", "xxhash")
 
 
@@ -43,6 +43,7 @@ class Patient:
 
     config: RunConfig
     given_url: str
+    asking: BrokerConfig
     model: Path = Path()
     url: str = ""
     cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -52,7 +53,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs every check; exit code 1 when one fails."""
     config = load(args.config, args.overrides)
     environment.apply(environment.engine_environment(config))
-    patient = Patient(config=config, given_url=config.broker.url or os.environ.get(environment.BROKER_URL, ""))
+    patient = Patient(
+        config=config,
+        given_url=environment.given_url(args, config),
+        asking=environment.asking(args, config),
+    )
     passed = 0
     with patient.cleanup:
         for name, check, fix in CHECKS:
@@ -122,7 +127,7 @@ def broker(patient: Patient) -> str:
     if not patient.given_url:
         patient.url = patient.cleanup.enter_context(_started(config))
     url = patient.given_url or patient.url
-    client = connect(config, url)
+    client = connect(patient.asking, url)
     try:
         client.state()
     finally:
@@ -171,7 +176,7 @@ def parity(patient: Patient) -> str:
 
     config, private = patient.config, environment.placed(patient.config)
     if not patient.url:  # a given broker may be in the middle of somebody's run, which ours would take over
-        private = private.model_copy(update={"backend": "zmq", "url": "", "host": "127.0.0.1", "port": 0})
+        private = private.model_copy(update=_PRIVATE)
         patient.url = patient.cleanup.enter_context(_started(private))
     found = measure(
         config, str(patient.model), build_engine(config, patient.model), lambda: connect(private, patient.url)

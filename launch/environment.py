@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from broker.address import check_url, without_password
 from broker.config import BrokerConfig
 from broker.lifetime import die_with
 from configs.load import ConfigError, load
@@ -26,6 +27,7 @@ QUIET = {  # progress bars and warnings about other people's code; nothing that 
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_ASKING_S = 5.0
 STORE_FD = "SLIPSTREAM_STORE_FD"  # listening socket of the ranks' store, bound by the parent
 
 
@@ -52,21 +54,46 @@ def broker_url(args: argparse.Namespace, config: RunConfig) -> str:
     The command line wins, then the environment (the launcher's word, with the password), then the file, then the
     url that a broker of the same run wrote on this machine.
     """
-    told = any(override.startswith("broker.url=") for override in args.overrides)
     written = url_file(config)
-    found = (config.broker.url if told else "") or os.environ.get(BROKER_URL, "") or config.broker.url
+    found = given_url(args, config)
     if not found and written.is_file():
-        found = written.read_text(encoding="utf-8").strip()
+        found = _checked(written.read_text(encoding="utf-8").strip(), str(written))
     if not found:
         raise ConfigError(f"broker.url is empty: give broker.url=tcp://HOST:PORT, or set {BROKER_URL}")
     return found
 
 
+def given_url(args: argparse.Namespace, config: RunConfig) -> str:
+    """The url of a broker that is there, if one was named: on the command line, in the environment, in the file."""
+    told = any(override.startswith("broker.url=") for override in args.overrides)
+    if told and config.broker.url:
+        return config.broker.url
+    return _checked(os.environ.get(BROKER_URL, ""), BROKER_URL) or config.broker.url
+
+
+def _checked(url: str, source: str) -> str:
+    try:
+        if url:
+            check_url(url)
+    except ValueError as error:
+        raise ConfigError(f"{source}={without_password(url)}: {error}") from error
+    return url
+
+
 def placed(config: RunConfig) -> BrokerConfig:
-    """The broker's settings; its keys' namespace and its folder follow from the run's names unless they are set."""
+    """The broker's settings; namespace, folder and key file follow from the run's names unless they are set."""
     namespace = config.broker.namespace or f"{config.project}/{config.experiment}"
     data_dir = config.broker.data_dir or f"{config.run_dir}/broker"
-    return config.broker.model_copy(update={"namespace": namespace, "data_dir": data_dir})
+    key_file = config.broker.key_file or f"{config.run_dir}/broker.key"
+    return config.broker.model_copy(update={"namespace": namespace, "data_dir": data_dir, "key_file": key_file})
+
+
+def asking(args: argparse.Namespace, config: RunConfig) -> BrokerConfig:
+    """The same for a command that only asks: a person waits for it, so not for long unless told on its command line."""
+    settings = placed(config)
+    if any(override.startswith("broker.reconnect_timeout_s=") for override in args.overrides):
+        return settings
+    return settings.model_copy(update={"reconnect_timeout_s": min(_ASKING_S, settings.reconnect_timeout_s)})
 
 
 def url_file(config: RunConfig) -> Path:

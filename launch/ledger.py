@@ -17,14 +17,14 @@ from broker.connect import connect
 from broker.contract import Broker
 from broker.messages import Counts, DeadItem, RunState
 from configs.load import ConfigError, load
-from launch.environment import broker_url, placed
+from launch.environment import asking, broker_url, placed
 
 _WATCH_S = 1.0
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the counts, once or until Ctrl-C; exit code 1 when they do not add up to what was fed."""
-    with _client(args) as client:
+    with _client(args, patient=args.watch) as client:
         if args.dead:
             dead = client.dead_items()
             Console().print(graves(dead, client.state().counts))
@@ -57,9 +57,9 @@ def requeue(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _client(args: argparse.Namespace) -> Iterator[Broker]:
+def _client(args: argparse.Namespace, *, patient: bool = False) -> Iterator[Broker]:
     config = load(args.config, args.overrides)
-    client = connect(placed(config), broker_url(args, config))
+    client = connect(placed(config) if patient else asking(args, config), broker_url(args, config))
     try:
         yield client
     finally:

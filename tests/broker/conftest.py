@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import redis
 
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.contract import Broker
 from broker.local import LocalBroker
 from broker.messages import Completion, Group, Lease, Prompt, Rules, Split
+from broker.redis_connection import acl_rule
 from broker.redis_server import RedisServer
 from broker.server import BrokerServer
 
@@ -106,6 +108,14 @@ def redis_server() -> Iterator[RedisServer]:
     server.stop()
 
 
+def limited_user(server: RedisServer, namespace: str, name: str = "run") -> str:
+    """The url of a user who may do what broker/redis_connection.py says is needed, and nothing else."""
+    raw = redis.Redis.from_url(server.url)
+    raw.execute_command("ACL", "SETUSER", name, "reset", "on", ">secret", *acl_rule(namespace).split(" "))
+    raw.close()
+    return server.url.replace(f":{server.password}@", f"{name}:secret@")
+
+
 @pytest.fixture(params=["local", "zmq", pytest.param("redis", marks=pytest.mark.service)])
 def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
     """A fresh broker; afterwards its books must add up, whatever the test did."""
@@ -120,7 +130,8 @@ def hub(request: pytest.FixtureRequest) -> Iterator[Hub]:
             hub = Hub(backend, lambda: connect(config, url))
         else:
             server: RedisServer = request.getfixturevalue("redis_server")
-            hub = Hub(backend, lambda: connect(config, server.url))
+            limited = limited_user(server, config.namespace)  # as somebody's own Redis would have it
+            hub = Hub(backend, lambda: connect(config, limited))
         yield hub
         counts = hub.client().state().counts
         for client in hub.clients:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import pickle
 import re
 import socket
@@ -97,6 +99,12 @@ def head(request_id: int, call: str, wait_s: float = 0.0) -> bytes:
         ([head(1, "__class__"), b""], "no call '__class__'"),
         ([head(1, "Feed"), encode(Frontier())], "'Frontier' where Feed was expected"),
         ([head(1, "Feed"), b"x" * ((1 << 16) + 1)], "broker.max_frame_bytes"),
+        ([head(1, "Feed"), encode(calls.Feed(items=("0",))), b"x" * ((1 << 16) + 1)], "broker.max_frame_bytes"),
+        ([head(1, "Feed"), encode(calls.Feed(items=("0",))), b"x", b"x"], "Feed with 2 bodies, where 1 were expected"),
+        ([head(1, "Finish"), encode(calls.Finish(reason="")), *[b""] * 5000], "Finish with 5000 bodies, where 0"),
+        ([head(1, "ReadState", math.nan), encode(calls.ReadState(after_revision=99))], "waits for nan seconds"),
+        ([head(1, "ReadState", math.inf), encode(calls.ReadState(after_revision=99))], "waits for inf seconds"),
+        ([head(1, "ReadState", -1.0), encode(calls.ReadState(after_revision=99))], "waits for -1.0 seconds"),
     ],
 )
 def test_bad_requests_are_refused_counted_and_harm_nobody(
@@ -107,6 +115,51 @@ def test_bad_requests_are_refused_counted_and_harm_nobody(
     assert re.search(re.escape(complaint), reply.text)
     assert broker.state().counts.events == {"malformed": 1}
     assert broker.state().counts.queued == 8
+
+
+def test_a_wait_of_years_is_a_wait_like_others(broker: ZmqBroker, peer: Peer) -> None:
+    peer.send(head(1, "ReadPublication", 1e300), encode(calls.ReadPublication(after_attempt=0)))
+    assert broker.state().counts.queued == 8
+    broker.finish("enough")
+    assert peer.hear()[0].outcome == "ok"
+
+
+def test_a_frame_far_over_the_limit_ends_its_connection_unread_and_nobody_elses(broker: ZmqBroker, peer: Peer) -> None:
+    peer.send(head(1, "Feed"), b"x" * (1 << 20))
+    assert not peer.socket.poll(300)
+    assert broker.state().counts.queued == 8
+
+
+def test_peers_that_flood_the_server_with_garbage_do_not_stop_the_others(broker: ZmqBroker, url: str) -> None:
+    """Two send frames as fast as they can, one sends bytes that are not even ZeroMQ's."""
+    stop = threading.Event()
+
+    def frames() -> None:
+        peer = Peer(url)
+        while not stop.is_set():
+            if peer.socket.poll(100, zmq.POLLOUT):
+                peer.send(b"\xc1junk", b"x" * 1000)
+            while peer.socket.poll(0):
+                peer.socket.recv_multipart()
+        peer.close()
+
+    def raw() -> None:
+        host, _, port = url.removeprefix("tcp://").rpartition(":")
+        while not stop.is_set():
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0) as one:
+                one.sendall(b"GET / HTTP/1.1\r\n" * 1000)
+
+    with ThreadPoolExecutor(3) as pool:
+        floods = [pool.submit(frames), pool.submit(frames), pool.submit(raw)]
+        try:
+            start, asked = time.monotonic(), 0
+            while asked < 50 or broker.state().counts.events.get("malformed", 0) < 1000:
+                assert broker.state().counts.queued == 8
+                asked += 1
+                assert time.monotonic() - start < LONG_S
+        finally:
+            stop.set()
+        assert [flood.result(LONG_S) for flood in floods] == [None] * 3
 
 
 def test_c120_a_pickle_bomb_on_the_socket_is_refused_and_never_run(
@@ -182,9 +235,10 @@ def test_c113_a_busy_port_names_the_setting(url: str) -> None:
         serve(BrokerConfig(port=port), ready=lambda url: None, stop=threading.Event())
 
 
-def test_an_address_that_is_not_ours_names_the_setting() -> None:
+def test_an_address_that_is_not_ours_names_the_setting(tmp_path: Path) -> None:
+    elsewhere = BrokerConfig(host="198.51.100.1", key_file=str(tmp_path / "broker.key"))
     with pytest.raises(BrokerError, match=r"broker\.host"):
-        serve(BrokerConfig(host="192.0.2.1"), ready=lambda url: None, stop=threading.Event())
+        serve(elsewhere, ready=lambda url: None, stop=threading.Event())
 
 
 def test_c113_eight_servers_at_once_get_eight_ports() -> None:
