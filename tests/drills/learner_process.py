@@ -2,8 +2,8 @@
 
     newest checkpoint -> learners.feed.BatchFeed -> bound checked -> history, publish, trained -> checkpoint, durable
 
-Broker side, lineage and checkpoints are the product's own. Three runs, one after the other: whole batches; the groups that
-do not fill a batch, one by one; the last item, which waits for the last kill and brings the news of what died late.
+Broker side, lineage and checkpoints are the product's own. Three runs, one after the other: whole batches; the groups
+that do not fill a batch, one by one; the last item, which waits for the last kill and tells of what died late.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""``slipstream ledger`` and ``slipstream requeue`` against a live broker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from broker.config import BrokerConfig
+from broker.connect import connect
+from broker.contract import Broker
+from broker.messages import Frontier, Prompt, Rules, Split
+from broker.server import BrokerServer
+from launch.cli import main
+
+
+def prompt(position: int) -> Prompt:
+    return Prompt(
+        item=str(position),
+        position=position,
+        epoch=0,
+        split=Split.TRAIN,
+        token_ids=np.arange(3, dtype=np.int32),
+        text="?",
+        reference="!",
+        n=1,
+        temperature=1.0,
+        max_tokens=4,
+        seed=0,
+    )
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server, stop = BrokerServer(BrokerConfig()), threading.Event()
+    thread = threading.Thread(target=server.run, args=(stop,))
+    thread.start()
+    yield server.url
+    stop.set()
+    thread.join(10)
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Broker]:
+    """A run with three prompts, of which 0 and 1 have failed their only attempt."""
+    client = connect(BrokerConfig(), url)
+    rules = Rules(
+        max_staleness=1,
+        on_stale="mask",
+        groups_per_step=2,
+        max_attempts=1,
+        lease_timeout_s=60.0,
+        member_timeout_s=60.0,
+        max_buffer_bytes=1 << 30,
+    )
+    client.open_run(rules=rules, version=0, frontier=Frontier())
+    client.feed([prompt(position) for position in range(3)])
+    for lease in client.lease(member_id="g", policy_version=0, incarnation=0, max_prompts=2, wait_s=0):
+        client.release(lease_id=lease.lease_id, error="the reward raised KeyError: 'x'")
+    yield client
+    client.close()
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(list(words))
+    out = capsys.readouterr()
+    return code, out.out + out.err
+
+
+def test_the_books_with_their_fill_and_the_dead_with_their_errors_are_shown(
+    url: str, client: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = run(capsys, "ledger", f"broker.url={url}")
+    assert code == 0
+    assert "balanced: every one of 3 prompts" in text
+    assert "0 bytes of 1.1 GB" in text
+    code, text = run(capsys, "ledger", "--dead", f"broker.url={url}")
+    assert code == 0
+    assert text.count("KeyError: 'x'") == 2
+
+
+def test_named_prompts_and_then_all_dead_ones_are_queued_again(
+    url: str, client: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(capsys, "requeue", "1", f"broker.url={url}")[0] == 0
+    assert [one.item for one in client.dead_items()] == ["0"]
+    code, text = run(capsys, "requeue", f"broker.url={url}", "1", "0", "77")
+    assert code == 1
+    assert "1 prompts are queued again" in text and "not known any more: 1, 77" in text
+    client.lease(member_id="g", policy_version=0, incarnation=0, max_prompts=1, wait_s=0)
+    assert run(capsys, "requeue", "--all-dead", f"broker.url={url}")[0] == 0
+    assert client.state().counts.dead == {}
+
+
+def test_watching_ends_with_the_run(url: str, client: Broker, capsys: pytest.CaptureFixture[str]) -> None:
+    client.finish("enough")
+    assert run(capsys, "ledger", "--watch", f"broker.url={url}")[0] == 0
+
+
+@pytest.mark.parametrize("words", [(), ("1", "--all-dead")])
+def test_requeue_wants_to_know_what(words: tuple[str, ...], url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "requeue", *words, f"broker.url={url}")
+    assert code == 2
+    assert "--all-dead" in text
