@@ -41,6 +41,7 @@ _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "string_type": "a text",
     "bool_type": "true or false",
     "model_type": "a section with keys of its own",
@@ -136,7 +137,12 @@ def _line(key: str, details: ErrorDetails) -> str:
     if kind == "missing":
         return f"{key}: is missing"
     if kind == "literal_error":
-        return f"{key}={value}: expected {details['ctx']['expected']}"
+        expected = details["ctx"]["expected"]
+        words = {word.lower(): word for word in re.findall(r"'(.*?)'", expected)}
+        close = difflib.get_close_matches(str(details["input"]).lower(), words, n=1)
+        return f"{key}={value}: expected {expected}" + (f"; did you mean {words[close[0]]}?" if close else "")
+    if kind == "value_error" and isinstance(details["input"], Mapping):  # about several keys, which it names itself
+        return details["msg"].removeprefix("Value error, ")
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{key}={value}: {message}" if key else message
 

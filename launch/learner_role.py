@@ -84,7 +84,7 @@ def _rank(args: argparse.Namespace) -> int:
     # good after SIGKILL, and any other way out leads through collectives that wait for the other ranks.
     config, _ = environment.enter(args, f"learner[{rank}]", parent_signal=signal.SIGKILL)
     url = environment.broker_url(args, config)
-    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device.partition(":")[0]})
+    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device})
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
 
     model, broker_config = model_directory(config), environment.placed(config)

@@ -90,8 +90,3 @@ def test_what_is_not_a_finite_number_is_a_failure(name: str) -> None:
 def test_a_reward_that_is_not_there_is_named_with_what_is_near() -> None:
     with pytest.raises(TaskError, match=r"task\.rewards\.x: .*did you mean 'half'"):
         Scorer(TaskConfig(rewards={"x": f"{REWARDS}:halv"}), timeout_s=1.0)
-
-
-def test_a_weight_without_a_reward_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"task\.weights: other"):
-        Scorer(TaskConfig(rewards={"one": f"{REWARDS}:one"}, weights={"other": 1.0}), timeout_s=1.0)
