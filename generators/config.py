@@ -6,25 +6,25 @@ from typing import Literal
 
 from pydantic import Field
 
-from broker.config import StrictModel
+from broker.config import Bytes, Count, Seconds, StrictModel
 
 
 class GeneratorConfig(StrictModel):
     """One generator process: its engine and how much it takes on at once."""
 
     engine: Literal["vllm", "transformers"] = "vllm"
-    device: str = "cpu"
-    count: int = Field(2, ge=0, description="generators that `slipstream up` starts")
-    groups_in_flight: int = Field(8, ge=1, description="leases held at once")
-    max_num_seqs: int = Field(64, ge=1)
-    tensor_parallel_size: int = Field(1, ge=1)
+    device: Literal["cpu", "cuda"] = "cpu"
+    count: int = Field(2, ge=0, le=1024, description="generators that `slipstream up` starts")
+    groups_in_flight: Count = Field(8, description="leases held at once")
+    max_num_seqs: Count = 64
+    tensor_parallel_size: int = Field(1, ge=1, le=1024)
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    kv_cache_bytes: int = Field(256 << 20, gt=0, description="KV cache on CPU")
+    kv_cache_bytes: Bytes = Field(256 << 20, ge=1, description="KV cache on CPU")
     enforce_eager: bool = True
-    threads: int = Field(1, ge=1, description="CPU threads of the engine")
-    reward_timeout_s: float = Field(10.0, gt=0)
-    max_failed_groups: int = Field(20, ge=1, description="failures in a row after which the generator gives up")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of the engine")
+    reward_timeout_s: Seconds = 10.0
+    max_failed_groups: Count = Field(20, description="failures in a row after which the generator gives up")
     extra_engine_args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="passed to vLLM as they are"
     )
-    delay_s: float = Field(0.0, ge=0, description="artificial time per group, for measuring overlap")
+    delay_s: float = Field(0.0, ge=0, le=1e6, description="artificial time per group, for measuring overlap")

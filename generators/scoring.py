@@ -17,7 +17,7 @@ from typing import Any
 from broker.errors import SlipstreamError
 from broker.messages import Prompt
 from tasks.config import TaskConfig
-from tasks.loading import TaskError, described, load_function
+from tasks.loading import described, load_function
 
 RewardFunction = Callable[[str, str, str], Any]
 
@@ -42,13 +42,9 @@ class Score:
 
 
 class Scorer:
-    """The reward functions of a task, for one event loop. Raises TaskError for functions or weights not there."""
+    """The reward functions of a task, for one event loop. Raises TaskError for functions not there."""
 
     def __init__(self, task: TaskConfig, *, timeout_s: float) -> None:
-        if not task.rewards:
-            raise TaskError("task.rewards: no reward function is named")
-        if unknown := sorted(set(task.weights) - set(task.rewards)):
-            raise TaskError(f"task.weights: {', '.join(unknown)} not among task.rewards ({', '.join(task.rewards)})")
         self._functions = {
             name: load_function(reference, setting=f"task.rewards.{name}") for name, reference in task.rewards.items()
         }

@@ -115,7 +115,7 @@ def _rank(args: argparse.Namespace) -> int:
     url = environment.broker_url(args, config)
     if (found := standing(config)).complete:  # started by torchrun, or the parent had seen it
         return _complete(config, url, found) if rank == 0 else 0
-    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device.partition(":")[0]})
+    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device})
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
 
     model, broker_config = model_directory(config), environment.placed(config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
 
-from broker.config import StrictModel
+from pydantic import Field, model_validator
+
+from broker.config import Steps, StrictModel
 
 
 class ModelConfig(StrictModel):
@@ -14,12 +16,12 @@ class ModelConfig(StrictModel):
     ``tiny_layers``), or ``package:<name>`` (a GGUF file inside an installed Python package).
     """
 
-    path: str = "tiny"
-    dtype: str = "float32"
-    tiny_hidden_size: int = Field(64, ge=16)
-    tiny_layers: int = Field(2, ge=1)
+    path: str = Field("tiny", min_length=1)
+    dtype: Literal["float32", "bfloat16", "float16"] = Field("float32", description="of generators")
+    tiny_hidden_size: int = Field(64, ge=16, le=65_536)
+    tiny_layers: int = Field(2, ge=1, le=1024)
     tie_word_embeddings: bool = True
-    attention: str = "sdpa"
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="of the learner; what float32 can use")
 
 
 class TaskConfig(StrictModel):
@@ -31,8 +33,14 @@ class TaskConfig(StrictModel):
     """
 
     prompts: str = "tasks.digits:prompts"
-    rewards: dict[str, str] = Field(default_factory=lambda: {"exact": "tasks.digits:reward"})
+    rewards: dict[str, str] = Field(default_factory=lambda: {"exact": "tasks.digits:reward"}, min_length=1)
     weights: dict[str, float] = Field(default_factory=dict, description="of the reward parts; 1.0 if not named")
     options: dict[str, str | int | float | bool] = Field(default_factory=dict)
     chat_template: bool = False
-    total_epochs: int = Field(0, ge=0, description="0: as many as the steps need")
+    total_epochs: Steps = Field(0, ge=0, description="0: as many as the steps need")
+
+    @model_validator(mode="after")
+    def _weights_have_rewards(self) -> TaskConfig:
+        if unknown := sorted(set(self.weights) - set(self.rewards)):
+            raise ValueError(f"task.weights: {', '.join(unknown)} not among task.rewards ({', '.join(self.rewards)})")
+        return self

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
 
-from broker.config import StrictModel
+from pydantic import Field, field_validator
+
+from broker.config import Seconds, Steps, StrictModel
 
 
 class TelemetryConfig(StrictModel):
     """The live view and the logs."""
 
     live: bool = Field(True, description="the live view; off, or not a terminal: one line a step")
-    refresh_s: float = Field(0.5, gt=0)
-    log_level: str = "INFO"
-    log_every_steps: int = Field(1, ge=1)
+    refresh_s: Seconds = 0.5
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    log_every_steps: Steps = Field(1, ge=1)
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _in_capitals(cls, level: object) -> object:
+        return level.upper() if isinstance(level, str) else level

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from broker.config import StrictModel
+from broker.config import Bytes, Seconds, StrictModel
 
 
 class WeightsSyncConfig(StrictModel):
@@ -17,9 +17,9 @@ class WeightsSyncConfig(StrictModel):
     port: int = Field(0, ge=0, le=65535, description="of the learner's store; 0: a free port")
     interface: str = Field("", description="network interface for gloo; empty: the one that routes to the learner")
     wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    bucket_bytes: int = Field(64 << 20, ge=1 << 10)
-    sync_timeout_s: float = Field(30.0, gt=0, description="deadline of every wait of one transfer")
-    no_generator_timeout_s: float = Field(300.0, gt=0, description="how long the learner goes on without any receiver")
+    bucket_bytes: Bytes = Field(64 << 20, ge=1 << 10)
+    sync_timeout_s: Seconds = Field(30.0, description="deadline of every wait of one transfer")
+    no_generator_timeout_s: Seconds = Field(300.0, description="how long the learner goes on without any receiver")
     on_update: Literal["keep", "recompute"] = Field("keep", description="KV cache of running requests at a swap")
     verify_load: Literal["first", "always", "never"] = Field(
         "first", description="digest what the engine computes with"

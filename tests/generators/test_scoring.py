@@ -92,11 +92,6 @@ def test_a_reward_that_is_not_there_is_named_with_what_is_near() -> None:
         Scorer(TaskConfig(rewards={"x": f"{REWARDS}:halv"}), timeout_s=1.0)
 
 
-def test_a_weight_without_a_reward_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"task\.weights: other"):
-        Scorer(TaskConfig(rewards={"one": f"{REWARDS}:one"}, weights={"other": 1.0}), timeout_s=1.0)
-
-
 @pytest.mark.parametrize("name", ["divides", "divides_later"])
 def test_an_exception_is_told_with_its_line_in_the_rewards_own_file(name: str) -> None:
     with pytest.raises(RewardFailed, match=r"ZeroDivisionError: division by zero \(rewards_under_test\.py:\d+\)"):
