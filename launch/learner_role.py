@@ -24,12 +24,15 @@ from launch.children import Children
 from launch.generator_role import model_directory
 from launch.resumption import Standing, completed, going_on, standing
 from launch.run_folder import draw, keep_config
+from launch.step_lines import SHOWN, StepLines, silent
 from learners import lineage
 from tasks.model import load_tokenizer
 from tasks.prompts import PromptFeed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from learners.conductor import Show
 
 log = logging.getLogger(__name__)
 
@@ -146,10 +149,16 @@ def _rank(args: argparse.Namespace) -> int:
         watchdog_s=config.launch.watchdog_s,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         attention=config.model.attention,
+        show=_steps(config),
     )
     if rank == 0:
         draw(config)
     return 0
+
+
+def _steps(config: RunConfig) -> Show:
+    """What tells the steps: nobody beside a launcher, which does so itself."""
+    return silent if os.environ.get(SHOWN) else StepLines(config, tell=lambda line: log.info("%s", line))
 
 
 def _store(rank: int, timeout_s: float) -> Store:

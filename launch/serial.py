@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from broker.contract import Broker
 from broker.errors import SlipstreamError
 from broker.local import LocalBroker
-from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Rules
+from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Rules, RunState
 from configs.run import RunConfig
 from generators.engine import Sample
 from generators.groups import GroupFailed, decoder
@@ -31,6 +31,7 @@ from generators.rollout import Rollout
 from generators.scoring import Scorer
 from launch.generator_role import model_directory
 from launch.run_folder import draw, keep_config
+from launch.step_lines import StepLines
 from learners.feed import EndOfData
 from learners.run import run_rank
 from tasks.model import load_tokenizer
@@ -150,6 +151,10 @@ class SerialFeed:
         """A checkpoint of ``version`` is complete."""
         self._broker.durable(version=version)
 
+    def look(self) -> RunState:
+        """The ledger's state."""
+        return self._broker.state()
+
     def finish(self, reason: str) -> None:
         """Ends the run."""
         self._broker.finish(reason)
@@ -217,6 +222,7 @@ def run_serial(config: RunConfig) -> LocalBroker:
             attention=config.model.attention,
             open_feed=SerialFeed,
             open_publisher=lambda **_: generator,
+            show=StepLines(config, tell=print),
         )
     draw(config)
     return ledger

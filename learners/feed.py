@@ -117,6 +117,10 @@ class BatchFeed:
         except NoOpenRun:
             self._lost = True  # the checkpoint's own frontier is what counts
 
+    def look(self) -> RunState:
+        """The broker's state."""
+        return self._broker.state()
+
     def finish(self, reason: str) -> None:
         """Ends the run for everyone."""
         self._broker.finish(reason)
