@@ -51,8 +51,9 @@ def build_group(
     scores: Sequence[Score | None],
     generator: str,
     generation_s: float,
+    why: str = "",
 ) -> Group:
-    """The group of the samples that have a score; a score of None is a completion that failed.
+    """The group of the samples that have a score; a score of None is a completion that failed, ``why`` in words.
 
     Raises GroupFailed when fewer than two are left (one, where only one was asked for): alone, a completion has no
     baseline.
@@ -64,7 +65,8 @@ def build_group(
     )
     needed = min(2, lease.prompt.n)
     if len(completions) < needed:
-        raise GroupFailed(f"{len(completions)} of {lease.prompt.n} completions succeeded, {needed} are needed")
+        reason = f"; {why}" if why else ""
+        raise GroupFailed(f"{len(completions)} of {lease.prompt.n} completions succeeded, {needed} are needed{reason}")
     return Group(
         lease_id=lease.lease_id,
         prompt=lease.prompt,

@@ -60,11 +60,18 @@ class Rollout:
         await asyncio.sleep(self._delay_s)
         texts = [self._decode(sample) for sample in samples]
         scores = await asyncio.gather(*(self._score(lease, text) for text in texts))
+        failures = [score for score in scores if isinstance(score, RewardFailed)]
+        if failures:  # one line a group: a reward that always raises would else fill the log
+            log.warning(
+                "item %s: %d of %d completions have no reward; the first: %s",
+                lease.prompt.item, len(failures), len(texts), failures[0],
+            )  # fmt: skip
         return build_group(
             lease=lease,
             samples=samples,
             texts=texts,
-            scores=scores,
+            scores=[None if isinstance(score, RewardFailed) else score for score in scores],
+            why=str(failures[0]) if failures else "",
             generator=self._generator,
             generation_s=time.monotonic() - began,
         )
@@ -87,9 +94,8 @@ class Rollout:
                 run.cancel()
                 await self._engine.abort(request)
 
-    async def _score(self, lease: Lease, text: str) -> Score | None:
+    async def _score(self, lease: Lease, text: str) -> Score | RewardFailed:
         try:
             return await self._scorer.score(prompt=lease.prompt, answer=text)
         except RewardFailed as error:
-            log.warning("item %s: a completion has no reward: %s", lease.prompt.item, error)
-            return None
+            return error

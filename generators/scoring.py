@@ -17,7 +17,7 @@ from typing import Any
 from broker.errors import SlipstreamError
 from broker.messages import Prompt
 from tasks.config import TaskConfig
-from tasks.loading import load_function
+from tasks.loading import described, load_function
 
 RewardFunction = Callable[[str, str, str], Any]
 
@@ -59,7 +59,11 @@ class Scorer:
         Waits for each function at most ``generator.reward_timeout_s``, not counting the queue for a thread, which
         moves on because every thread in it has that deadline too.
         """
-        calls = [self._part(name, (prompt.text, answer, prompt.reference)) for name in self._functions]
+        return await self.score_text(prompt.text, answer, prompt.reference)
+
+    async def score_text(self, text: str, answer: str, reference: str) -> Score:
+        """``score`` for an answer to a prompt that was never fed."""
+        calls = [self._part(name, (text, answer, reference)) for name in self._functions]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -86,7 +90,7 @@ class Scorer:
         except TimeoutError:
             raise RewardFailed(f"reward {name!r}: no result within generator.reward_timeout_s") from None
         except Exception as error:  # one completion fails and is counted: a reward function may raise anything
-            raise RewardFailed(f"reward {name!r}: {type(error).__name__}: {error}") from error
+            raise RewardFailed(f"reward {name!r}: {described(error, caller=__file__)}") from error
         if not math.isfinite(number):
             raise RewardFailed(f"reward {name!r}: gave {number}")
         return number
@@ -121,7 +125,7 @@ class _Raised(Exception):
     """Carries what a function raised in its thread; futures refuse to carry StopIteration themselves."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
+        super().__init__(described(error, caller=__file__))
         self.__cause__ = error
 
 

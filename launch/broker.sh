@@ -22,4 +22,11 @@ case "${1:-}" in -h | --help) usage; exit 0 ;; esac
 settings=()
 [[ -z "${BROKER_HOST:-}" ]] || settings+=("broker.host=$BROKER_HOST")
 [[ -z "${BROKER_PORT:-}" ]] || settings+=("broker.port=$BROKER_PORT")
-exec slipstream broker -c "${CONFIG:-quickstart}" "${settings[@]}" "$@"
+slipstream="$(command -v slipstream || true)"
+[[ -n "$slipstream" ]] || slipstream="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/slipstream"
+if [[ ! -x "$slipstream" ]]; then
+  echo "broker.sh: no slipstream on PATH and none at $slipstream; run 'make .venv/.ready' in this checkout," \
+    "or activate the environment that slipstream is installed in" >&2
+  exit 127
+fi
+exec "$slipstream" broker -c "${CONFIG:-quickstart}" "${settings[@]}" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import queue
 import shutil
@@ -22,6 +23,7 @@ from broker.serve import serve
 from configs.load import load
 from configs.run import RunConfig
 from generators.engine import EngineDead, NonFiniteLogits
+from generators.scoring import Scorer
 from launch import environment
 from tasks.loading import load_function
 
@@ -111,14 +113,22 @@ def disk(patient: Patient) -> str:
 
 
 def task(patient: Patient) -> str:
-    """The prompts and the rewards can be loaded."""
+    """The prompts can be loaded, and the rewards score an empty answer and the reference itself."""
     settings = patient.config.task
     prompts = load_function(settings.prompts, setting="task.prompts")("train", patient.config.seed, settings.options)
-    for name, reference in settings.rewards.items():
-        load_function(reference, setting=f"task.rewards.{name}")
     if not prompts:
         raise Unwell("task.prompts gives no prompt")
-    return f"{len(prompts)} prompts, rewards {', '.join(settings.rewards)}"
+    scorer = Scorer(settings, timeout_s=patient.config.generator.reward_timeout_s)
+    empty, right = asyncio.run(_scored(scorer, prompts[0].text, prompts[0].reference))
+    return (
+        f"{len(prompts)} prompts, rewards {', '.join(settings.rewards)}:"
+        f" {empty:g} for an empty answer, {right:g} for the first reference"
+    )
+
+
+async def _scored(scorer: Scorer, text: str, reference: str) -> tuple[float, float]:
+    empty, right = [await scorer.score_text(text, answer, reference) for answer in ("", reference)]
+    return empty.reward, right.reward
 
 
 def broker(patient: Patient) -> str:

@@ -22,4 +22,11 @@ settings=()
 [[ -z "${BROKER_KEY:-}" ]] || settings+=("broker.key_file=$BROKER_KEY")
 name=()
 [[ -z "${GENERATOR_ID:-}" ]] || name=(--id "$GENERATOR_ID")
-exec slipstream generator -c "${CONFIG:-quickstart}" "${name[@]}" "${settings[@]}" "$@"
+slipstream="$(command -v slipstream || true)"
+[[ -n "$slipstream" ]] || slipstream="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/slipstream"
+if [[ ! -x "$slipstream" ]]; then
+  echo "generator.sh: no slipstream on PATH and none at $slipstream; run 'make .venv/.ready' in this checkout," \
+    "or activate the environment that slipstream is installed in" >&2
+  exit 127
+fi
+exec "$slipstream" generator -c "${CONFIG:-quickstart}" "${name[@]}" "${settings[@]}" "$@"

@@ -21,4 +21,11 @@ case "${1:-}" in -h | --help) usage; exit 0 ;; esac
 settings=()
 [[ -z "${BROKER_KEY:-}" ]] || settings+=("broker.key_file=$BROKER_KEY")
 [[ -z "${LEARNER_HOST:-}" ]] || settings+=("weights_sync.host=$LEARNER_HOST")
-exec slipstream learner -c "${CONFIG:-quickstart}" "${settings[@]}" "$@"
+slipstream="$(command -v slipstream || true)"
+[[ -n "$slipstream" ]] || slipstream="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/slipstream"
+if [[ ! -x "$slipstream" ]]; then
+  echo "learner.sh: no slipstream on PATH and none at $slipstream; run 'make .venv/.ready' in this checkout," \
+    "or activate the environment that slipstream is installed in" >&2
+  exit 127
+fi
+exec "$slipstream" learner -c "${CONFIG:-quickstart}" "${settings[@]}" "$@"

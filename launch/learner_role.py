@@ -7,6 +7,7 @@ their rank as torchrun does. Started by torchrun, or by that parent, it is one r
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -16,16 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from broker.connect import connect
+from broker.errors import BrokerError
+from configs.run import RunConfig
 from launch import environment
 from launch.children import Children
 from launch.generator_role import model_directory
+from launch.resumption import Standing, completed, going_on, standing
 from launch.run_folder import draw, keep_config
+from learners import lineage
 from tasks.model import load_tokenizer
 from tasks.prompts import PromptFeed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+log = logging.getLogger(__name__)
+
+_TELL_S = 5.0  # for a broker to hear that there is nothing to do
 _FIRST_ERROR_S = 2.0  # after one rank failed the others wait for it in a collective; nothing good comes of that
 
 
@@ -37,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 def _ranks(args: argparse.Namespace) -> int:
     config, _ = environment.enter(args, "learner")
     url = environment.broker_url(args, config)
+    if (found := standing(config)).complete:
+        return _complete(config, url, found)
     with (
         # Bound here and handed down: a port that is probed and bound later can be taken in between.
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -58,6 +68,25 @@ def _ranks(args: argparse.Namespace) -> int:
                 print(f"learner {ended.name} ended with exit code {ended.exit_code}", file=sys.stderr, flush=True)
                 children.stop(timeout_s=_FIRST_ERROR_S)
                 return ended.exit_code
+    return 0
+
+
+def _complete(config: RunConfig, url: str, found: Standing) -> int:
+    """Says so, and tells the broker, so that generators which wait there for a learner end as well."""
+    print(f"slipstream: {completed(config, found)}", file=sys.stderr, flush=True)
+    kept, settings = lineage.read(Path(config.run_dir)), environment.placed(config)
+    patience = min(settings.reconnect_timeout_s, _TELL_S)
+    client = connect(settings.model_copy(update={"reconnect_timeout_s": patience}), url)
+    try:
+        rules = client.state().rules
+        if rules is None or (kept is not None and rules.run == kept.run):
+            client.finish("the run was complete before it was started")
+        else:
+            log.warning("the broker serves another run, which is left alone")
+    except BrokerError as error:  # there is nobody to tell
+        log.warning("the broker was not told: %s: %s", type(error).__name__, error)
+    finally:
+        client.close()
     return 0
 
 
@@ -84,11 +113,15 @@ def _rank(args: argparse.Namespace) -> int:
     # good after SIGKILL, and any other way out leads through collectives that wait for the other ranks.
     config, _ = environment.enter(args, f"learner[{rank}]", parent_signal=signal.SIGKILL)
     url = environment.broker_url(args, config)
+    if (found := standing(config)).complete:  # started by torchrun, or the parent had seen it
+        return _complete(config, url, found) if rank == 0 else 0
     environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device})
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
 
     model, broker_config = model_directory(config), environment.placed(config)
     if rank == 0 and Path(args.config) != Path(config.run_dir) / "config.yaml":  # that one is the launcher's
+        for line in going_on(config, found):
+            log.info("%s", line)
         keep_config(config)
     run_rank(
         model_dir=model,

@@ -28,6 +28,7 @@ _RESTARTS_WITHIN_S = 600.0
 _USAGE = 2
 _BACKSTOP = 1.5  # the learner has the same watchdog and knows more, so it is given the first word
 _TAIL_BYTES = 4000
+_ERROR_BYTES = 1 << 16  # an engine's own tracebacks are long
 
 
 class RoleFailed(SlipstreamError):
@@ -74,6 +75,7 @@ class Supervisor:
         self._command = command
         self._deaths: dict[str, deque[float]] = {}
         self._due: dict[str, float] = {}
+        self._lives: dict[str, int] = {}  # bytes that a role's log held when its present life began
         self._url = ""
 
     def start_broker(self) -> str:
@@ -121,12 +123,10 @@ class Supervisor:
         return self._url.startswith("tcp:") or self._config.broker.durability == "disk"
 
     def _start(self, name: str, role: str, *arguments: str, env: dict[str, str], pass_fds: Sequence[int] = ()) -> Child:
+        log = self._logs / f"{name}.log"
+        self._lives[name] = log.stat().st_size if log.is_file() else 0
         return self._children.start(
-            name,
-            self._command(role, self._config_file, *arguments),
-            env=env,
-            log=self._logs / f"{name}.log",
-            pass_fds=pass_fds,
+            name, self._command(role, self._config_file, *arguments), env=env, log=log, pass_fds=pass_fds
         )
 
     def _start_with_url(self, name: str) -> None:
@@ -167,7 +167,11 @@ class Supervisor:
         if child.exit_code == _USAGE or recent > _RESTARTS:
             raise RoleFailed(child)
         self._due[child.name] = now + 0.5 * 2.0 ** (recent - 1)
-        print(f"{child.name} ended with exit code {child.exit_code}; restart {recent} of {_RESTARTS}", file=sys.stderr)
+        print(
+            f"{child.name} ended with exit code {child.exit_code}; restart {recent} of {_RESTARTS}; "
+            f"last error in {child.log}: {last_error(child.log, self._lives[child.name]) or 'none'}",
+            file=sys.stderr,
+        )
 
     def _restart_due(self) -> None:
         for name in [name for name, due in self._due.items() if due <= time.monotonic()]:
@@ -189,9 +193,25 @@ class Supervisor:
 
 def tail(log: Path | None) -> str:
     """The end of a log."""
+    return "\n".join("  | " + line for line in _end(log, 0, _TAIL_BYTES)[-25:])
+
+
+def last_error(log: Path | None, start: int = 0) -> str:
+    """What a process that has just ended says it died of, from byte ``start`` of its log on.
+
+    The error of its last traceback, else the last line that was logged as an error, else its last words.
+    """
+    lines = [line for line in _end(log, start, _ERROR_BYTES) if line.strip()]
+    traces = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    errors = [line for line in lines[traces[-1] + 1 :] if not line[0].isspace()] if traces else []
+    told = [line for line in lines if line.startswith("slipstream: ") or " ERROR " in line]
+    return (errors[:1] or told[-1:] or lines[-1:] or [""])[0]
+
+
+def _end(log: Path | None, start: int, most: int) -> list[str]:
+    """The lines from byte ``start`` on, of the last ``most`` bytes."""
     if log is None or not log.is_file():
-        return ""
+        return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        text = file.read().decode("utf-8", errors="replace")
-    return "\n".join("  | " + line for line in text.splitlines()[-25:])
+        file.seek(max(start, log.stat().st_size - most))
+        return file.read().decode("utf-8", errors="replace").splitlines()

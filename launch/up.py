@@ -19,6 +19,7 @@ from configs.run import RunConfig
 from launch.children import Children
 from launch.environment import placed
 from launch.monitor import Monitor
+from launch.resumption import Standing, completed, going_on, standing
 from launch.run_folder import draw, keep_config
 from launch.signals import Stopped
 from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
@@ -27,20 +28,30 @@ from telemetry.summary import summarize
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs until the learner has finished, something failed, or a signal came."""
+    """Runs until the learner has finished, something failed, or a signal came; a complete run is left as it is."""
     config = load(args.config, args.overrides)
+    found = standing(config)
+    if found.complete:
+        print(completed(config, found))
+        return 0
     if config.launch.mode == "serial":
         from launch.serial import run_serial  # imports torch
 
+        print("\n".join(going_on(config, found)), flush=True)
         run_serial(config)
         return 0
+    return _run_processes(config, found)
+
+
+def _run_processes(config: RunConfig, found: Standing) -> int:
+    introduction = [*(f"{name}: {text}" for name, text in show.derived(config).items()), *going_on(config, found)]
     run_dir = prepare(config)
-    began, counts, code = time.monotonic(), None, 0
+    began, since, counts, code = time.monotonic(), time.time(), None, 0
     console = Console(stderr=False)
-    console.print("\n".join(f"{name}: {text}" for name, text in show.derived(config).items()), highlight=False)
+    console.print("\n".join(introduction), highlight=False, markup=False, soft_wrap=True)
     try:
         with Children(config.launch.stop_timeout_s) as children:
-            counts = _supervise(config, run_dir, children, console)
+            counts = _supervise(config, run_dir, children, console, since)
     except (RoleFailed, NoProgress) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         code = error.exit_code if isinstance(error, RoleFailed) else 1
@@ -55,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         max_staleness=config.rollout.max_staleness,
         wall_s=time.monotonic() - began,
         counts=counts,
+        since=since,
+        resumed=found.checkpoint is not None,
     )
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     return code
@@ -81,7 +94,7 @@ def _claim(run_dir: Path) -> None:
         raise ConfigError(f"another run is going on in {run_dir}; choose another experiment=NAME") from None
 
 
-def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Console) -> Counts | None:
+def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Console, since: float) -> Counts | None:
     supervisor = Supervisor(config, run_dir / "config.yaml", children)
     url = supervisor.start_broker()
     supervisor.start_roles()
@@ -89,6 +102,7 @@ def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Co
         title=f"{config.project}/{config.experiment}",
         total_steps=config.learner.total_steps,
         max_staleness=config.rollout.max_staleness,
+        since=since,
     )
     with Monitor(
         lambda: connect(placed(config), url),

@@ -25,12 +25,17 @@ def take_up(run_dir: Path, resume: str) -> Lineage:
     Counted before it is used: a start that dies half-way may waste a number, and no number is ever used twice, not even
     when the broker has forgotten the last one. ``learner.checkpoint.resume: never`` begins another run.
     """
-    path = run_dir / FILE
-    kept = Lineage(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    kept = read(run_dir)
     name = kept.run if kept and resume != "never" else uuid.uuid4().hex
     before = Lineage(run=name, incarnation=kept.incarnation if kept else -1)
     keep(run_dir, Lineage(run=name, incarnation=before.incarnation + 1))
     return before
+
+
+def read(run_dir: Path) -> Lineage | None:
+    """The lineage in a run's folder, unless no learner has started there yet."""
+    path = run_dir / FILE
+    return Lineage(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def keep(run_dir: Path, lineage: Lineage) -> None:

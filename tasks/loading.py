@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import extract_tb
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,17 @@ def load_function(reference: str, *, setting: str) -> Callable[..., Any]:
         offered = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise TaskError(f"{setting}: {source!r} has no function {name!r}{_nearest(name, offered)}")
     return function  # type: ignore[no-any-return]
+
+
+def described(error: BaseException, *, caller: str) -> str:
+    """An error of somebody's function in one line, with the place in their file that it came through.
+
+    ``caller``: file that called the function; the frames down to it, and the import machinery's, are left out.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = [one for one in extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+    theirs = [one for one in frames if one.filename not in (caller, __file__)]
+    return f"{text} ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else text
 
 
 def _load_module(source: str, setting: str) -> ModuleType:

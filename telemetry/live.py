@@ -23,11 +23,15 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(kw_only=True)
 class Progress:
-    """What is known of a run: its newest metrics line, its rewards so far, and the broker's state."""
+    """What is known of a run: its newest metrics line, its rewards so far, and the broker's state.
+
+    ``since``: steps from before this time (seconds since 1970) are of an earlier session, and no news.
+    """
 
     title: str
     total_steps: int
     max_staleness: int
+    since: float = 0.0
     started: float = field(default_factory=time.monotonic)
     state: RunState | None = None
     last: Mapping[str, object] = field(default_factory=dict)
@@ -37,7 +41,7 @@ class Progress:
 
     def add(self, records: Sequence[Mapping[str, object]]) -> None:
         """Takes new metrics lines in; going back to an earlier step forgets what followed it."""
-        self.fresh = records
+        self.fresh = [record for record in records if number(record, "time") >= self.since]
         for record in records:
             if number(record, "step") < number(self.last, "step"):  # a skipped step keeps its number
                 self.rewards.clear()

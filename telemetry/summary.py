@@ -10,17 +10,32 @@ from telemetry.live import number
 from telemetry.sink import read_jsonl
 
 
-def summarize(run_dir: Path, *, total_steps: int, max_staleness: int, wall_s: float, counts: Counts | None) -> str:
-    """One screen of text about a run that has ended, from its metrics and the ledger's last counts."""
+def summarize(
+    run_dir: Path,
+    *,
+    total_steps: int,
+    max_staleness: int,
+    wall_s: float,
+    counts: Counts | None,
+    since: float = 0.0,
+    resumed: bool = False,
+) -> str:
+    """One screen of text about a run that has ended, from its metrics and the ledger's last counts.
+
+    Means and extremes are of the session that began at ``since`` (seconds since 1970), as the wall time is.
+    """
     metrics = run_dir / "logs" / "metrics.jsonl"
-    records = [record for record in read_jsonl(metrics) if "step" in record]
-    rows = [("steps", f"{_last(records, 'step'):.0f} of {total_steps}"), ("wall time", f"{wall_s:.1f} s")]
+    whole = [record for record in read_jsonl(metrics) if "step" in record]
+    records = [record for record in whole if number(record, "time") >= since]
+    session = f", {len(records)} steps in this session" if resumed else ""
+    rows = [("steps", f"{_last(whole, 'step'):.0f} of {total_steps}{session}"), ("wall time", f"{wall_s:.1f} s")]
     if records:
         rows += _training(records, max_staleness)
+    evals = {number(record, "policy_version"): record for record in read_jsonl(metrics.with_name("eval.jsonl"))}
     rows += [
-        (f"eval at version {number(record, 'policy_version'):.0f}", f"reward {number(record, 'reward_mean'):.3f}")
-        for record in read_jsonl(metrics.with_name("eval.jsonl"))
-        if record.get("eval")
+        (f"eval at version {version:.0f}", f"reward {number(record, 'reward_mean'):.3f}")
+        for version, record in sorted(evals.items())
+        if number(record, "time") >= since
     ]
     if counts:
         verdict = "balanced" if counts.balanced() else f"NOT balanced: the states add up to {counts.total()}"

@@ -53,3 +53,11 @@ def infinite(text: str, answer: str, reference: str) -> float:
 
 def nothing(text: str, answer: str, reference: str) -> None:
     return None
+
+
+def divides(text: str, answer: str, reference: str) -> float:
+    return 1 / len("")
+
+
+async def divides_later(text: str, answer: str, reference: str) -> float:
+    return 1 / len("")

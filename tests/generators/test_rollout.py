@@ -9,6 +9,7 @@ import pytest
 from broker.messages import Lease, Prompt, Publication, Split
 from generators.engine import EngineDead
 from generators.fake_engine import FakeEngine
+from generators.groups import GroupFailed
 from generators.rollout import Rollout
 from generators.scoring import Scorer
 from tasks.config import TaskConfig
@@ -33,12 +34,12 @@ def lease(lease_id: str = "l") -> Lease:
     return Lease(lease_id=lease_id, prompt=prompt, attempt=1, incarnation=0)
 
 
-async def ready(engine: FakeEngine, *, timeout_s: float = 10.0, delay_s: float = 0.0) -> Rollout:
+async def ready(engine: FakeEngine, *, timeout_s: float = 10.0, delay_s: float = 0.0, reward: str = "one") -> Rollout:
     publication = Publication(version=0, incarnation=0, attempt=1, epoch=0, store="", receivers=())
     await engine.swap(publication)
     return Rollout(
         engine=engine,
-        scorer=Scorer(TaskConfig(rewards={"one": f"{REWARDS}:one"}), timeout_s=5.0),
+        scorer=Scorer(TaskConfig(rewards={reward: f"{REWARDS}:{reward}"}), timeout_s=5.0),
         decode=lambda sample: "",
         timeout_s=timeout_s,
         generator="g",
@@ -89,3 +90,17 @@ def test_the_artificial_delay_counts_as_generation() -> None:
         assert group.generation_s >= 0.15
 
     asyncio.run(test())
+
+
+def test_a_reward_that_always_raises_is_one_warning_a_group_and_the_reason_of_its_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        with pytest.raises(GroupFailed, match=r"0 of 3.*'divides': ZeroDivisionError: .* \(rewards_under_test\.py:\d+"):
+            await (await ready(FakeEngine(), reward="divides")).answer(lease())
+
+    asyncio.run(test())
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "3 of 3 completions have no reward" in warnings[0]
+    assert "ZeroDivisionError" in warnings[0]

@@ -90,3 +90,9 @@ def test_what_is_not_a_finite_number_is_a_failure(name: str) -> None:
 def test_a_reward_that_is_not_there_is_named_with_what_is_near() -> None:
     with pytest.raises(TaskError, match=r"task\.rewards\.x: .*did you mean 'half'"):
         Scorer(TaskConfig(rewards={"x": f"{REWARDS}:halv"}), timeout_s=1.0)
+
+
+@pytest.mark.parametrize("name", ["divides", "divides_later"])
+def test_an_exception_is_told_with_its_line_in_the_rewards_own_file(name: str) -> None:
+    with pytest.raises(RewardFailed, match=r"ZeroDivisionError: division by zero \(rewards_under_test\.py:\d+\)"):
+        asyncio.run(scorer(name).score(prompt=prompt(), answer=""))

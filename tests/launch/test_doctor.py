@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from configs.load import load
+from generators.scoring import RewardFailed
+from launch import environment
+from launch.doctor import Patient, task
 from launch.parity import Parity, ParityError
 
 
@@ -31,6 +35,23 @@ def test_the_fix_of_everything_that_is_wrong_is_named(tmp_path: Path) -> None:
     for part in ("did you mean 'tasks.digits'?", "fix: set task.prompts", "fix: set broker.url", "fix: set model.path"):
         assert part in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_task_check_calls_the_rewards_and_reports_what_they_raise(tmp_path: Path) -> None:
+    rewards = tmp_path / "mine.py"
+    rewards.write_text(
+        "import asyncio\n"
+        "def broken(text, answer, reference):\n    return 1 / len(answer)\n"
+        "async def slow(text, answer, reference):\n    await asyncio.sleep(0)\n    return float(answer == reference)\n"
+    )
+
+    def patient(name: str) -> Patient:
+        config = load("quickstart", [f"output_dir={tmp_path}", f"task.rewards.exact={rewards}:{name}"])
+        return Patient(config=config, given_url="", asking=environment.placed(config))
+
+    with pytest.raises(RewardFailed, match=r"'exact': ZeroDivisionError: division by zero \(mine\.py:3\)"):
+        task(patient("broken"))
+    assert task(patient("slow")).endswith("0 for an empty answer, 1 for the first reference")
 
 
 def test_differences_beyond_rounding_are_refused() -> None:

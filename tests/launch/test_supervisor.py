@@ -15,7 +15,7 @@ from configs.load import load
 from configs.run import RunConfig
 from launch.children import Children
 from launch.signals import Stopped
-from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
+from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor, last_error
 
 BROKER = (
     "import os, time; os.write(int(os.environ['SLIPSTREAM_READY_FD']), b'tcp://127.0.0.1:1\\n');"
@@ -136,6 +136,43 @@ def test_a_generator_that_keeps_dying_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RoleFailed, match="gen0 ended with exit code 5") as caught:
         supervise(config_of(tmp_path), tmp_path, {"broker": BROKER, "learner": SLEEPS, "generator": generator})
     assert str(caught.value).count("no memory") == 4  # the first life and three more
+
+
+def test_the_notice_of_a_restart_says_what_this_life_died_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "gen0.log").write_text("Traceback (most recent call last):\nOldError: of an earlier run\n")
+    mark = tmp_path / "mark"
+    generator = (
+        f"import atexit, pathlib; m = pathlib.Path({str(mark)!r})\n"
+        "if m.exists(): raise SystemExit(0)\n"
+        "m.touch(); print('loading'); atexit.register(print, 'closed', flush=True)\n"
+        "raise ZeroDivisionError('in the reward')"
+    )
+    learner = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.01)\ntime.sleep(1)"
+    supervise(config_of(tmp_path), tmp_path, {"broker": BROKER, "learner": learner, "generator": generator})
+    told = capsys.readouterr().err
+    assert "gen0 ended with exit code 1; restart 1 of 3" in told
+    assert "ZeroDivisionError: in the reward" in told
+    assert "OldError" not in told
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("a\nTraceback (most recent call last):\n  File x\n    y\nBadError: why\n  more\nbye\n", "BadError: why"),
+        ("Traceback (most recent call last):\nA: 1\n\nTraceback (most recent call last):\n  f\nB: 2\n", "B: 2"),
+        ("slipstream: task.prompts: no\nlater\n", "slipstream: task.prompts: no"),
+        ("12:00 gen0 ERROR x: broken\nlater\n", "12:00 gen0 ERROR x: broken"),
+        ("just words\n\n", "just words"),
+        ("", ""),
+    ],
+)
+def test_the_last_error_of_a_log_is_its_last_traceback_or_its_last_words(log: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "x.log").write_text(log)
+    assert last_error(tmp_path / "x.log") == error
+    assert last_error(tmp_path / "nowhere.log") == ""
 
 
 def test_a_generator_with_a_wrong_configuration_is_not_started_again(tmp_path: Path) -> None:

@@ -145,3 +145,16 @@ def test_a_sparkline_fits_its_width_and_spans_its_range() -> None:
     assert sparkline([0.3] * 5, 10) == "▁▁▁▁▁"
     assert len(sparkline([float(i) for i in range(1000)], 40)) == 40
     assert sparkline([], 10) == ""
+
+
+def test_steps_of_an_earlier_session_are_known_and_not_told_again() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    shown = Progress(title="p/e", total_steps=50, max_staleness=1, note="", since=1000.0)
+    with PlainView(console) as view:
+        shown.add([{**LINE, "step": 11, "time": 990.0}, {**LINE, "step": 12, "time": 999.0}])
+        view.show(shown)
+        shown.add([{**LINE, "step": 13, "time": 1001.0}])
+        view.show(shown)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[1] for line in lines] == ["13/50"]
+    assert len(shown.rewards) == 3

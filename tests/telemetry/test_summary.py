@@ -42,3 +42,19 @@ def test_books_that_do_not_add_up_are_told(tmp_path: Path) -> None:
     text = summarize(tmp_path, total_steps=40, max_staleness=1, wall_s=1.0, counts=books(41))
     assert "NOT balanced: the states add up to 40" in text
     assert "0 of 40" in text
+
+
+def test_a_run_that_went_on_is_summed_up_by_what_this_session_did(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "logs" / "metrics.jsonl")
+    for step in range(1, 41):
+        line = {"step": step, "time": 1000.0 + step, "reward_mean": 0.9 if step > 30 else 0.1, "trained_tokens": 100}
+        sink.write({**line, "staleness_max": 2 if step < 30 else 0, "masked_share": 0.05, "idle_share": 0.25})
+    evals = JsonlSink(tmp_path / "logs" / "eval.jsonl")
+    for version, at in ((0, 1000.0), (40, 1040.5), (40, 1041.0)):
+        evals.write({"eval": True, "policy_version": version, "time": at, "reward_mean": at / 10000})
+    text = summarize(tmp_path, total_steps=40, max_staleness=1, wall_s=1.0, counts=None, since=1030.5, resumed=True)
+    assert "40 of 40, 10 steps in this session" in text
+    for part in ("0.900 -> 0.900", "1,000", "max 0, bound 1"):
+        assert part in text
+    assert "version 0" not in text
+    assert text.count("eval at version 40") == 1, "an evaluation that was made again is the last one"
