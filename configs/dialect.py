@@ -48,9 +48,9 @@ def _scalar(pattern: re.Pattern[str], name: str, convert: Callable[[str], object
     def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> object:
         text = str(loader.construct_scalar(node))
         if not pattern.match(text):
-            raise yaml.constructor.ConstructorError(None, None, f"{text[:_DIGITS]!r} is no {name}", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{text[:_DIGITS]!r} is not {name}", node.start_mark)
         if len(text) > _DIGITS:
-            raise yaml.constructor.ConstructorError(None, None, f"a {name} of {len(text)} digits", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{name} of {len(text)} digits", node.start_mark)
         return convert(text)
 
     return construct
@@ -71,8 +71,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.012345
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
 _CONSTRUCTORS = {  # all there are; YAML 1.1 has sets, dates and bytes besides, which no setting takes
-    "int": _scalar(_INT, "integer", _int),
-    "float": _scalar(_FLOAT, "number", _float),
+    "int": _scalar(_INT, "an integer", _int),
+    "float": _scalar(_FLOAT, "a number", _float),
     "bool": _scalar(_BOOL, "true or false", lambda text: text.lower() == "true"),
     "null": _scalar(_NULL, "null", lambda text: None),
     "str": yaml.SafeLoader.construct_yaml_str,

@@ -2,10 +2,49 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 
 from configs import show
 from configs.run import RunConfig
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_UNUSABLE = {
+    errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
+    errno.ENOTDIR, errno.EPERM, errno.EROFS,
+}  # fmt: skip
+
+
+def explain(error: Exception, config: RunConfig) -> tuple[int, str] | None:
+    """Exit code and message where the error is that a folder of the run cannot be used, or is full; else None."""
+    number = _errno(error)
+    file = getattr(error, "filename", None)
+    if number in _FULL:
+        place = os.fsdecode(file) if isinstance(file, (str, bytes)) else config.run_dir
+        return 1, f"output_dir={config.output_dir}: {os.strerror(number)}: {place}"
+    if number not in _UNUSABLE or not isinstance(file, (str, bytes)):
+        return None
+    missing = Path(os.path.abspath(os.fsdecode(file)))  # noqa: PTH100 - not resolved: as the settings spell it
+    for name, value, folder in (
+        ("output_dir", config.output_dir, config.run_dir),
+        ("broker.data_dir", config.broker.data_dir, config.broker.data_dir),
+    ):
+        given = Path(os.path.abspath(folder))  # noqa: PTH100
+        inside = given in (missing, *missing.parents)
+        # What is not there inside a folder that is there is no fault of the folder's.
+        if value and (inside or missing in given.parents) and not (number == errno.ENOENT and given.is_dir()):
+            return 2, f"{name}={value}: {os.strerror(number)}: {missing}"
+    return None
+
+
+def _errno(error: Exception) -> int:
+    """0 where there is none. Libraries written in Rust (safetensors) tell it in their text alone."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else 0
 
 
 def keep_config(config: RunConfig) -> Path:
