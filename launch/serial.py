@@ -176,6 +176,13 @@ def run_serial(config: RunConfig) -> LocalBroker:
     keep_config(config)
     model = model_directory(config)
     ledger, tokenizer = LocalBroker(clock=_no_time), load_tokenizer(model)
+    prompts = PromptFeed(
+        task=config.task,
+        rollout=config.rollout,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        max_eval_prompts=config.learner.eval.max_prompts,
+    )
     engine = HfEngine(
         model_path=str(model),
         rollout=config.rollout,
@@ -207,13 +214,7 @@ def run_serial(config: RunConfig) -> LocalBroker:
             weights_sync=config.weights_sync,
             broker_config=config.broker,
             broker=lambda: WorkingBroker.over(ledger, generator.work),
-            prompts=lambda: PromptFeed(
-                task=config.task,
-                rollout=config.rollout,
-                tokenizer=tokenizer,
-                seed=config.seed,
-                max_eval_prompts=config.learner.eval.max_prompts,
-            ),
+            prompts=lambda: prompts,
             rank=0,
             world=1,
             store=HashStore(),
