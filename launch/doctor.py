@@ -19,13 +19,14 @@ from broker.address import without_password
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.errors import SlipstreamError
+from broker.messages import Split
 from broker.serve import serve
 from configs.load import load
 from configs.run import RunConfig
 from generators.engine import EngineDead, NonFiniteLogits
 from generators.scoring import Scorer
 from launch import environment
-from tasks.loading import load_function
+from tasks.prompts import load_items
 
 _START_S = 30.0
 _DISK_BYTES = 2 << 30
@@ -115,7 +116,7 @@ def disk(patient: Patient) -> str:
 def task(patient: Patient) -> str:
     """The prompts can be loaded, and the rewards score an empty answer and the reference itself."""
     settings = patient.config.task
-    prompts = load_function(settings.prompts, setting="task.prompts")("train", patient.config.seed, settings.options)
+    prompts = load_items(settings, Split.TRAIN, patient.config.seed)
     if not prompts:
         raise Unwell("task.prompts gives no prompt")
     scorer = Scorer(settings, timeout_s=patient.config.generator.reward_timeout_s)

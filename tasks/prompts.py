@@ -37,10 +37,42 @@ class Item:
     reference: str
 
 
+def load_items(task: TaskConfig, split: Split, seed: int) -> Sequence[Item]:
+    """What ``task.prompts`` gives for a split. Raises TaskError that names the item and the field that is no text."""
+    items = load_function(task.prompts, setting="task.prompts")(str(split), seed, task.options)
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        raise TaskError(
+            f"task.prompts: {task.prompts} returned {type(items).__name__}, where a list of Item is expected"
+        )
+    for index, item in enumerate(items):
+        if not isinstance(item, Item):
+            raise TaskError(
+                f"task.prompts: item {index} of {task.prompts} ({split}) is {type(item).__name__}, "
+                "where tasks.prompts.Item is expected"
+            )
+        for field in ("text", "reference"):
+            if wrong := _no_text(getattr(item, field)):
+                raise TaskError(f"task.prompts: {field} of item {index} of {task.prompts} ({split}) {wrong}")
+    return items
+
+
+def _no_text(value: object) -> str:
+    """Why ``value`` cannot be tokenised and sent as a text; empty if it can."""
+    if not isinstance(value, str):
+        return f"is {type(value).__name__}, where str is expected: {repr(value)[:60]}"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        place = slice(error.start, error.end)
+        return f"has half a surrogate pair at character {error.start}, which is no text: {value[place]!r}"
+    return ""
+
+
 class PromptFeed:
     """The prompts of a run, in order.
 
-    Raises TaskError at construction when fewer than ``rollout.groups_per_step`` items are usable.
+    Raises TaskError at construction for an item that is no text, and when fewer than ``rollout.groups_per_step`` items
+    are usable.
     """
 
     def __init__(
@@ -49,8 +81,7 @@ class PromptFeed:
         self._task, self._rollout, self._seed = task, rollout, seed
         self._encode = _encoder(tokenizer, chat=task.chat_template)
         self._max_eval_prompts = max_eval_prompts
-        self._load = load_function(task.prompts, setting="task.prompts")
-        self._train = self._usable(self._items(Split.TRAIN), Split.TRAIN)
+        self._train = self._usable(load_items(task, Split.TRAIN, seed), Split.TRAIN)
         self._eval: list[tuple[Item, Int32Array]] | None = None
         self._order: tuple[int, Int32Array] = (-1, np.empty(0, np.int32))
         if len(self._train) < rollout.groups_per_step:
@@ -97,7 +128,8 @@ class PromptFeed:
     def eval_prompts(self, version: int) -> list[Prompt]:
         """The evaluation round at a learner version: one greedy answer to each of the first items held out."""
         if self._eval is None:
-            self._eval = self._usable(self._items(Split.EVAL)[: self._max_eval_prompts], Split.EVAL)
+            items = load_items(self._task, Split.EVAL, self._seed)
+            self._eval = self._usable(items[: self._max_eval_prompts], Split.EVAL)
         return [
             Prompt(
                 item=f"eval{version}.{i}",
@@ -114,12 +146,6 @@ class PromptFeed:
             )
             for i, (item, token_ids) in enumerate(self._eval)
         ]
-
-    def _items(self, split: Split) -> Sequence[Item]:
-        items = self._load(str(split), self._seed, self._task.options)
-        if not isinstance(items, Sequence) or not all(isinstance(item, Item) for item in items):
-            raise TaskError(f"task.prompts: {self._task.prompts} did not return a list of tasks.prompts.Item")
-        return items
 
     def _usable(self, items: Sequence[Item], split: Split) -> list[tuple[Item, Int32Array]]:
         kept: list[tuple[Item, Int32Array]] = []
