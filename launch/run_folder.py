@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 from pathlib import Path
 
 from configs import show
+from configs.load import ConfigError
 from configs.run import RunConfig
+
+LAUNCHER = ".lock"
+LEARNER = ".learner.lock"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _UNUSABLE = {
     errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
+
+
+def claim(run_dir: Path, role: str) -> int:
+    """One LAUNCHER and one LEARNER a folder: launchers would write into each other's logs, and a second learner would
+    cut the metrics and set aside the checkpoints of the first.
+
+    Returns the descriptor that holds the claim; the kernel gives it up with this process, however that ends.
+    Raises ConfigError when another process holds it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = os.open(run_dir / role, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(f"another run is going on in {run_dir}; choose another experiment=NAME") from None
+    return lock
 
 
 def explain(error: Exception, config: RunConfig) -> tuple[int, str] | None:
