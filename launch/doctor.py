@@ -26,6 +26,7 @@ from configs.run import RunConfig
 from generators.engine import EngineDead, NonFiniteLogits
 from generators.scoring import Scorer
 from launch import environment
+from launch.preflight import check_prompts, check_rewards
 from tasks.prompts import load_items
 
 _START_S = 30.0
@@ -116,10 +117,9 @@ def disk(patient: Patient) -> str:
 def task(patient: Patient) -> str:
     """The prompts can be loaded, and the rewards score an empty answer and the reference itself."""
     settings = patient.config.task
+    check_prompts(patient.config)
     prompts = load_items(settings, Split.TRAIN, patient.config.seed)
-    if not prompts:
-        raise Unwell("task.prompts gives no prompt")
-    scorer = Scorer(settings, timeout_s=patient.config.generator.reward_timeout_s)
+    scorer = check_rewards(settings, timeout_s=patient.config.generator.reward_timeout_s)
     empty, right = asyncio.run(_scored(scorer, prompts[0].text, prompts[0].reference))
     return (
         f"{len(prompts)} prompts, rewards {', '.join(settings.rewards)}:"

@@ -16,6 +16,7 @@ from broker.connect import connect
 from configs.run import RunConfig
 from generators.engine import Engine
 from launch import environment
+from launch.preflight import check_generator
 from launch.signals import SignalWatch
 from tasks.model import load_tokenizer, prepare_model
 
@@ -24,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 when the run has finished, 130 or 143 after a signal; errors end the process."""
     config, watch = environment.enter(args, args.id or "generator")
     url = environment.broker_url(args, config)
+    check_generator(config)
     environment.apply(environment.engine_environment(config))
     member_id = args.id or f"{socket.gethostname()}-{os.getpid()}"
     return asyncio.run(_generate(config, url, member_id, watch))

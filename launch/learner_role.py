@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from datetime import timedelta
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,14 +23,18 @@ from configs.run import RunConfig
 from launch import environment
 from launch.children import Children
 from launch.generator_role import model_directory
+from launch.preflight import check_learner
 from launch.resumption import Standing, completed, going_on, standing
 from launch.run_folder import LEARNER, claim, draw, keep_config
+from launch.step_lines import SHOWN, StepLines, silent
 from learners import lineage
 from tasks.model import load_tokenizer
 from tasks.prompts import PromptFeed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from learners.conductor import Show
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ def _ranks(args: argparse.Namespace) -> int:
     url = environment.broker_url(args, config)
     if (found := standing(config)).complete:
         return _complete(config, url, found)
+    check_learner(config)
     with (
         # Bound here and handed down: a port that is probed and bound later can be taken in between.
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -121,6 +127,9 @@ def _rank(args: argparse.Namespace) -> int:
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
 
     model, broker_config = model_directory(config), environment.placed(config)
+    prompts = cache(partial(_prompts, config, model))
+    if rank == 0:
+        prompts()  # what is wrong with them is told before a model is loaded
     if rank == 0 and Path(args.config) != Path(config.run_dir) / "config.yaml":  # that one is the launcher's
         for line in going_on(config, found):
             log.info("%s", line)
@@ -134,13 +143,7 @@ def _rank(args: argparse.Namespace) -> int:
         weights_sync=config.weights_sync,
         broker_config=broker_config,
         broker=lambda: connect(broker_config, url),
-        prompts=lambda: PromptFeed(
-            task=config.task,
-            rollout=config.rollout,
-            tokenizer=load_tokenizer(model),
-            seed=config.seed,
-            max_eval_prompts=config.learner.eval.max_prompts,
-        ),
+        prompts=prompts,
         rank=rank,
         world=int(os.environ["WORLD_SIZE"]),
         store=_store(rank, config.learner.collective_timeout_s),
@@ -148,10 +151,26 @@ def _rank(args: argparse.Namespace) -> int:
         watchdog_s=config.launch.watchdog_s,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
         attention=config.model.attention,
+        show=_steps(config),
     )
     if rank == 0:
         draw(config)
     return 0
+
+
+def _prompts(config: RunConfig, model: Path) -> PromptFeed:
+    return PromptFeed(
+        task=config.task,
+        rollout=config.rollout,
+        tokenizer=load_tokenizer(model),
+        seed=config.seed,
+        max_eval_prompts=config.learner.eval.max_prompts,
+    )
+
+
+def _steps(config: RunConfig) -> Show:
+    """What tells the steps: nobody beside a launcher, which does so itself."""
+    return silent if os.environ.get(SHOWN) else StepLines(config, tell=lambda line: log.info("%s", line))
 
 
 def _store(rank: int, timeout_s: float) -> Store:

@@ -10,6 +10,7 @@ from pathlib import Path
 from broker.address import without_password
 from configs.load import ConfigError, load
 from configs.run import RunConfig
+from launch.preflight import check_resume
 from learners.checkpoint import MARKER, Checkpoints, read_checkpoint
 
 _NOT_WORTH_SAYING = ("learner.checkpoint.resume",)  # how to start, and nothing about what is trained
@@ -25,14 +26,14 @@ class Standing:
 
 
 def standing(config: RunConfig) -> Standing:
-    """Reads the run's folder and changes nothing.
+    """Reads the run's folder and changes nothing. Raises ConfigError or CheckpointDamaged.
 
-    Raises CheckpointDamaged, and ConfigError when the checkpoint is beyond the run's end: nobody can tell whether a
-    shorter run or another one is meant.
+    A checkpoint beyond the run's end is an error: nobody can tell whether a shorter run or another one is meant.
 
     A run is complete when its newest checkpoint has all the steps and ``actor/`` was exported after it: one that died
     in between still has that to do.
     """
+    check_resume(config)
     run_dir, settings = Path(config.run_dir), config.learner.checkpoint
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=settings.keep)
     checkpoint, newest = checkpoints.resolve(settings.resume), checkpoints.newest()

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import HashStore
 from broker.contract import Broker
 from broker.errors import SlipstreamError
 from broker.local import LocalBroker
-from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Rules
+from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Rules, RunState
 from configs.run import RunConfig
 from generators.engine import Sample
 from generators.groups import GroupFailed, decoder
@@ -31,6 +31,7 @@ from generators.rollout import Rollout
 from generators.scoring import Scorer
 from launch.generator_role import model_directory
 from launch.run_folder import LAUNCHER, LEARNER, claim, draw, keep_config
+from launch.step_lines import StepLines
 from learners.feed import EndOfData
 from learners.run import run_rank
 from tasks.model import load_tokenizer
@@ -150,6 +151,10 @@ class SerialFeed:
         """A checkpoint of ``version`` is complete."""
         self._broker.durable(version=version)
 
+    def look(self) -> RunState:
+        """The ledger's state."""
+        return self._broker.state()
+
     def finish(self, reason: str) -> None:
         """Ends the run."""
         self._broker.finish(reason)
@@ -173,6 +178,13 @@ def run_serial(config: RunConfig) -> LocalBroker:
     keep_config(config)
     model = model_directory(config)
     ledger, tokenizer = LocalBroker(clock=_no_time), load_tokenizer(model)
+    prompts = PromptFeed(
+        task=config.task,
+        rollout=config.rollout,
+        tokenizer=tokenizer,
+        seed=config.seed,
+        max_eval_prompts=config.learner.eval.max_prompts,
+    )
     engine = HfEngine(
         model_path=str(model),
         rollout=config.rollout,
@@ -204,13 +216,7 @@ def run_serial(config: RunConfig) -> LocalBroker:
             weights_sync=config.weights_sync,
             broker_config=config.broker,
             broker=lambda: WorkingBroker.over(ledger, generator.work),
-            prompts=lambda: PromptFeed(
-                task=config.task,
-                rollout=config.rollout,
-                tokenizer=tokenizer,
-                seed=config.seed,
-                max_eval_prompts=config.learner.eval.max_prompts,
-            ),
+            prompts=lambda: prompts,
             rank=0,
             world=1,
             store=HashStore(),
@@ -219,6 +225,7 @@ def run_serial(config: RunConfig) -> LocalBroker:
             attention=config.model.attention,
             open_feed=SerialFeed,
             open_publisher=lambda **_: generator,
+            show=StepLines(config, tell=print),
         )
     draw(config)
     return ledger

@@ -21,6 +21,7 @@ from broker.errors import SlipstreamError
 from configs.run import RunConfig
 from launch import environment
 from launch.children import Child, Children
+from launch.step_lines import SHOWN
 
 _BROKER_START_S = 30.0
 _RESTARTS = 3  # of one role
@@ -130,7 +131,7 @@ class Supervisor:
         )
 
     def _start_with_url(self, name: str) -> None:
-        env = environment.child(**{environment.BROKER_URL: self._url})
+        env = environment.child(**{environment.BROKER_URL: self._url, SHOWN: "1"})
         if name == "learner":
             self._start(name, "learner", env=env)
         elif name == "broker":

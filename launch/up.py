@@ -18,6 +18,7 @@ from configs.run import RunConfig
 from launch.children import Children
 from launch.environment import placed
 from launch.monitor import Monitor
+from launch.preflight import check_run
 from launch.resumption import Standing, completed, going_on, standing
 from launch.run_folder import LAUNCHER, LEARNER, claim, draw, keep_config
 from launch.signals import Stopped
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if found.complete:
         print(completed(config, found))
         return 0
+    check_run(config)
     if config.launch.mode == "serial":
         from launch.serial import run_serial  # imports torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from broker.config import RolloutConfig
 from broker.errors import RunFinished
-from broker.messages import Batch, Frontier
+from broker.messages import Batch, Frontier, RunState
 from learners.advantages import ADVANTAGES
 from learners.batching import padding_share, plan, sequences
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
 from learners.feed import EndOfData
-from learners.report import Stopwatch, metrics
+from learners.report import StaleGroups, Stopwatch, metrics
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink
@@ -73,6 +73,9 @@ class Feed(Protocol):
     def durable(self, version: int) -> None:
         """A checkpoint of ``version`` is complete."""
 
+    def look(self) -> RunState:
+        """The broker's state, for what is told of a step."""
+
     def finish(self, reason: str) -> None:
         """Ends the run."""
 
@@ -93,8 +96,14 @@ class Publishing(Protocol):
         """Stops it."""
 
 
+Show = Callable[[Mapping[str, object], RunState], None]
+
+
 class Conductor:
-    """Rank 0's part of the loop; the other ranks have none."""
+    """Rank 0's part of the loop; the other ranks have none.
+
+    ``show``: is told each step's metrics line, with the broker's state after the step.
+    """
 
     def __init__(
         self,
@@ -107,9 +116,11 @@ class Conductor:
         algorithm: AlgorithmConfig,
         config: LearnerConfig,
         flush: Callable[[], None],
+        show: Show,
     ) -> None:
         self._feed, self._publisher, self._evaluation, self._sink = feed, publisher, evaluation, sink
         self._rollout, self._algorithm, self._config, self._flush = rollout, algorithm, config, flush
+        self._show, self._stale = show, StaleGroups(feed.look().counts)
         self._prepared: Prepared | None = None
         self.end = "completed"
 
@@ -155,16 +166,18 @@ class Conductor:
         assert prepared is not None
         if stats.applied:
             self._feed.trained(stats.version)
-        self._sink.write(
-            metrics(
-                batch=prepared.batch,
-                staleness=prepared.staleness,
-                stats=stats,
-                micro_batches=_count(prepared.plan.micro_batches),
-                padding_share=prepared.padding_share,
-                times=watch.read(),
-            )
+        state = self._feed.look()
+        line = metrics(
+            batch=prepared.batch,
+            staleness=prepared.staleness,
+            stats=stats,
+            micro_batches=_count(prepared.plan.micro_batches),
+            padding_share=prepared.padding_share,
+            stale_groups=self._stale.since(state.counts),
+            times=watch.read(),
         )
+        self._sink.write(line)
+        self._show(line, state)
 
     def saved(self, version: int) -> None:
         """A checkpoint of ``version`` is complete."""

@@ -32,11 +32,12 @@ def learn(
     rank: int,
 ) -> None:
     """Trains until ``learner.total_steps``, the end of the data, or the end of the run."""
-    watch, saved = Stopwatch(), policy.version
+    saved = policy.version
     publish(policy, conductor)
+    watch = Stopwatch()
     evaluate(policy, exchange, conductor, due=config.eval.at_start and policy.version == 0)
+    watch.lap("eval")
     while policy.version < config.total_steps:
-        watch.lap("between")
         frame = exchange.share(conductor.next_plan(policy.version) if conductor else None)
         watch.lap("wait")
         if frame == END:
@@ -52,8 +53,10 @@ def learn(
             conductor.stepped(stats, watch)
         if stats.applied and _due(policy.version, config.checkpoint.every_steps):
             saved = save(policy, conductor, checkpoints)
+        watch.lap("between")
         in_between = stats.applied and policy.version < config.total_steps
         evaluate(policy, exchange, conductor, due=in_between and _due(policy.version, config.eval.every_steps))
+        watch.lap("eval")
     evaluate(policy, exchange, conductor, due=config.eval.at_end)
     if saved != policy.version:
         save(policy, conductor, checkpoints)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from broker.messages import Batch, Completion, Group
+from broker.messages import Batch, Completion, Counts, Group
 from learners.advantages import zero_variance
 from learners.staleness import Staleness
 from learners.stats import StepStats
@@ -27,10 +27,29 @@ class Stopwatch:
         self._last = now
 
     def read(self) -> dict[str, float]:
-        """``<part>_s`` since the last reading, and their sum as ``step_s``."""
+        """``<part>_s`` since the last reading, and as ``step_s`` their sum without the evaluation, which is no step."""
         parts = {f"{part}_s": seconds for part, seconds in self._parts.items()}
         self._parts = {}
-        return parts | {"step_s": sum(parts.values())}
+        return parts | {"step_s": sum(seconds for part, seconds in parts.items() if part != "eval_s")}
+
+
+class StaleGroups:
+    """Groups that the broker has thrown away whole, by step: it counts them over the run, and a step's are those new.
+
+    ``counts``: of before the first step.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self._seen = _stale(counts)
+
+    def since(self, counts: Counts) -> int:
+        """How many there are since the last call; a broker that came back without its memory counts from zero."""
+        before, self._seen = self._seen, _stale(counts)
+        return self._seen - before if self._seen >= before else self._seen
+
+
+def _stale(counts: Counts) -> int:
+    return sum(counts.events.get(event, 0) for event in ("stale", "dropped"))
 
 
 def metrics(
@@ -40,6 +59,7 @@ def metrics(
     stats: StepStats,
     micro_batches: int,
     padding_share: float,
+    stale_groups: int,
     times: Mapping[str, float],
 ) -> dict[str, object]:
     """One line of metrics.jsonl; ``step`` is the policy version after the step, the axis of every metric."""
@@ -65,6 +85,7 @@ def metrics(
         "response_length_mean": _mean([len(one.token_ids) for one in completions]),
         "truncated_share": _mean([one.finish_reason == "length" for one in completions]),
         "masked_share": staleness.masked_share,
+        "stale_groups": stale_groups,
         "trained_tokens": staleness.tokens,
         "staleness_max": staleness.oldest,
         "staleness_mean": staleness.mean,
@@ -73,6 +94,7 @@ def metrics(
         "wait_s": times.get("wait_s", 0.0),
         "train_s": times.get("train_s", 0.0),
         "publish_s": times.get("publish_s", 0.0),
+        "eval_s": times.get("eval_s", 0.0),
         "step_s": times["step_s"],
         "idle_share": times.get("wait_s", 0.0) / step_s,
         "groups": len(batch.groups),

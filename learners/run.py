@@ -18,7 +18,7 @@ from broker.config import BrokerConfig, RolloutConfig
 from broker.contract import Broker
 from broker.messages import Frontier, Prompt, Rules
 from learners.checkpoint import Checkpoints, read_checkpoint
-from learners.conductor import Conductor, Feed, Publishing
+from learners.conductor import Conductor, Feed, Publishing, Show
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Exchange
@@ -53,6 +53,7 @@ class RootParts:
         broker: opens a broker client; called once per thread that needs one.
         prompts: makes the run's prompts.
         open_feed, open_publisher: with the arguments of BatchFeed and Publisher; the serial mode has its own.
+        show: see Conductor.
     """
 
     rollout: RolloutConfig
@@ -66,6 +67,7 @@ class RootParts:
     run_dir: Path
     open_feed: Callable[..., Feed]
     open_publisher: Callable[..., Publishing]
+    show: Show
 
 
 def run_rank(
@@ -88,6 +90,7 @@ def run_rank(
     attention: str = "sdpa",
     open_feed: Callable[..., Feed] = BatchFeed,
     open_publisher: Callable[..., Publishing] = Publisher,
+    show: Show = lambda line, state: None,
 ) -> None:
     """Trains one rank to the end, and on rank 0 ends the run. See RootParts for what is called on rank 0 only.
 
@@ -97,7 +100,7 @@ def run_rank(
     root = RootParts(
         rollout=rollout, algorithm=algorithm, config=config, weights_sync=weights_sync, broker_config=broker_config,
         broker=broker, prompts=prompts, watchdog_s=watchdog_s, run_dir=run_dir, open_feed=open_feed,
-        open_publisher=open_publisher,
+        open_publisher=open_publisher, show=show,
     )  # fmt: skip
     _start_torch(config, rank=rank, world=world, local_rank=local_rank, store=store)
     barrier = dist.barrier if world > 1 else lambda: None
@@ -182,7 +185,7 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     stack.callback(evaluation.close)
     return Conductor(
         feed=feed, publisher=publisher, evaluation=evaluation, sink=metrics, rollout=parts.rollout,
-        algorithm=parts.algorithm, config=config, flush=flush,
+        algorithm=parts.algorithm, config=config, flush=flush, show=parts.show,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from tasks.config import ModelConfig
 from tasks.loading import TaskError
 
 PACKAGE = "package:"
+HEAD_SIZE = 32  # of the tiny model: the smallest that vLLM's attention kernels for CPU have
 
 
 def prepare_model(config: ModelConfig, directory: Path, seed: int) -> Path:
@@ -31,12 +32,32 @@ def prepare_model(config: ModelConfig, directory: Path, seed: int) -> Path:
     if config.path.startswith(PACKAGE):
         package = config.path.removeprefix(PACKAGE)
         return _built(directory / package, lambda target: _convert_gguf(_find_gguf(package), target))
-    path = Path(config.path).expanduser()
+    return _present(config.path)
+
+
+def check_model(config: ModelConfig) -> None:
+    """Raises what ``prepare_model`` would, and builds nothing; a model on the hub is fetched, for all who need it."""
+    if config.path == "tiny":
+        check_tiny_size(config.tiny_hidden_size)
+    elif config.path.startswith(PACKAGE):
+        _find_gguf(config.path.removeprefix(PACKAGE))
+    else:
+        _present(config.path)
+
+
+def check_tiny_size(hidden_size: int) -> None:
+    """Raises TaskError for a size that leaves no whole heads."""
+    if hidden_size % HEAD_SIZE and hidden_size != HEAD_SIZE // 2:
+        raise TaskError(f"model.tiny_hidden_size: {hidden_size} is no multiple of {HEAD_SIZE}")
+
+
+def _present(name: str) -> Path:
+    path = Path(name).expanduser()
     if path.is_dir():
         return _checked(path)
-    if path.is_absolute() or config.path.startswith((".", "~")) or config.path.count("/") != 1:
-        raise TaskError(f"model.path: {config.path!r} is no directory, no hub name (owner/name), 'tiny' or 'package:…'")
-    return _from_hub(config.path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise TaskError(f"model.path: {name!r} is no directory, no hub name (owner/name), 'tiny' or 'package:…'")
+    return _from_hub(name)
 
 
 def load_tokenizer(path: Path) -> Any:

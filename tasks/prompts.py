@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,12 @@ import numpy as np
 from broker.config import RolloutConfig
 from broker.messages import Frontier, Int32Array, Prompt, Split
 from tasks.config import TaskConfig
-from tasks.loading import TaskError, load_function
+from tasks.loading import TaskError, described, load_function
 
 log = logging.getLogger(__name__)
+
+_SHOWN = 20  # unknown characters in an error
+_SMALL_VOCABULARY = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +41,25 @@ class Item:
 
 
 def load_items(task: TaskConfig, split: Split, seed: int) -> Sequence[Item]:
-    """What ``task.prompts`` gives for a split. Raises TaskError that names the item and the field that is no text."""
-    items = load_function(task.prompts, setting="task.prompts")(str(split), seed, task.options)
+    """The items of a split. Raises TaskError for a function that is not there, raises, or gives something else."""
+    try:
+        items = load_function(task.prompts, setting="task.prompts")(str(split), seed, task.options)
+    except TaskError:
+        raise
+    except Exception as error:  # theirs, whatever it is; the run cannot do without it
+        raise TaskError(f"task.prompts={task.prompts}: {described(error, caller=__file__)}") from error
     if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
-        raise TaskError(
-            f"task.prompts: {task.prompts} returned {type(items).__name__}, where a list of Item is expected"
-        )
+        given = type(items).__name__
+        raise TaskError(f"task.prompts: {task.prompts} returned {given}, where a list of Item is expected")
     for index, item in enumerate(items):
         if not isinstance(item, Item):
             raise TaskError(
                 f"task.prompts: item {index} of {task.prompts} ({split}) is {type(item).__name__}, "
                 "where tasks.prompts.Item is expected"
             )
-        for field in ("text", "reference"):
-            if wrong := _no_text(getattr(item, field)):
-                raise TaskError(f"task.prompts: {field} of item {index} of {task.prompts} ({split}) {wrong}")
+        for name in ("text", "reference"):
+            if wrong := _no_text(getattr(item, name)):
+                raise TaskError(f"task.prompts: {name} of item {index} of {task.prompts} ({split}) {wrong}")
     return items
 
 
@@ -63,9 +70,49 @@ def _no_text(value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        place = slice(error.start, error.end)
-        return f"has half a surrogate pair at character {error.start}, which is no text: {value[place]!r}"
+        return f"has half a surrogate pair at character {error.start}, which is no text: {value[error.start]!r}"
     return ""
+
+
+@dataclass
+class LeftOut:
+    """Why items of a split are not used.
+
+    Attributes:
+        unknown: with characters that the tokenizer does not know; ``characters`` are these.
+        long: over ``rollout.max_prompt_length``; ``shortest`` of them, in tokens.
+    """
+
+    empty: int = 0
+    unknown: int = 0
+    characters: set[str] = field(default_factory=set)
+    long: int = 0
+    shortest: int = 0
+
+    def reasons(self, tokenizer: Any, most: int) -> list[str]:
+        """Each cause that there is, with what to do about it."""
+        found = []
+        if self.unknown:
+            shown = "".join(sorted(self.characters)[:_SHOWN])
+            found.append(
+                f"{self.unknown} have characters that the model's tokenizer does not know ({shown})"
+                f"{_knows(tokenizer)}: write the prompts in characters that it knows, or set another model.path"
+            )
+        if self.long:
+            found.append(
+                f"{self.long} are longer than rollout.max_prompt_length={most}, of which the shortest has "
+                f"{self.shortest} tokens: raise it"
+            )
+        if self.empty:
+            found.append(f"{self.empty} are empty")
+        return found
+
+
+def _knows(tokenizer: Any) -> str:
+    """A small vocabulary in words; a large one says nothing to anybody."""
+    vocabulary = tokenizer.get_vocab()
+    characters = "".join(token for token in sorted(vocabulary, key=vocabulary.get) if len(token) == 1)
+    return f", which knows '{characters}'" if characters and len(vocabulary) <= _SMALL_VOCABULARY else ""
 
 
 class PromptFeed:
@@ -81,13 +128,17 @@ class PromptFeed:
         self._task, self._rollout, self._seed = task, rollout, seed
         self._encode = _encoder(tokenizer, chat=task.chat_template)
         self._max_eval_prompts = max_eval_prompts
-        self._train = self._usable(load_items(task, Split.TRAIN, seed), Split.TRAIN)
+        self._tokenizer = tokenizer
+        items = load_items(task, Split.TRAIN, seed)
+        self._train, left_out = self._usable(items, Split.TRAIN)
         self._eval: list[tuple[Item, Int32Array]] | None = None
         self._order: tuple[int, Int32Array] = (-1, np.empty(0, np.int32))
         if len(self._train) < rollout.groups_per_step:
+            causes = left_out.reasons(tokenizer, rollout.max_prompt_length)
             raise TaskError(
-                f"task.prompts: {len(self._train)} usable prompts are fewer than the {rollout.groups_per_step} of one "
-                "step; lower rollout.groups_per_step, raise rollout.max_prompt_length, or give more prompts"
+                f"task.prompts: {len(self._train)} usable prompts of {len(items)} are fewer than the "
+                f"{rollout.groups_per_step} of one step (rollout.groups_per_step): "
+                + "; ".join(causes or ["lower it, or give more prompts"])
             )
 
     def __len__(self) -> int:
@@ -128,8 +179,8 @@ class PromptFeed:
     def eval_prompts(self, version: int) -> list[Prompt]:
         """The evaluation round at a learner version: one greedy answer to each of the first items held out."""
         if self._eval is None:
-            items = load_items(self._task, Split.EVAL, self._seed)
-            self._eval = self._usable(items[: self._max_eval_prompts], Split.EVAL)
+            items = load_items(self._task, Split.EVAL, self._seed)[: self._max_eval_prompts]
+            self._eval, _ = self._usable(items, Split.EVAL)
         return [
             Prompt(
                 item=f"eval{version}.{i}",
@@ -147,29 +198,25 @@ class PromptFeed:
             for i, (item, token_ids) in enumerate(self._eval)
         ]
 
-    def _usable(self, items: Sequence[Item], split: Split) -> list[tuple[Item, Int32Array]]:
+    def _usable(self, items: Sequence[Item], split: Split) -> tuple[list[tuple[Item, Int32Array]], LeftOut]:
         kept: list[tuple[Item, Int32Array]] = []
-        unknown = long = 0
+        out, most = LeftOut(), self._rollout.max_prompt_length
         for item in items:
             token_ids = self._encode(item.text)
             if token_ids is None:
-                unknown += 1
-            elif not 0 < len(token_ids) <= self._rollout.max_prompt_length:
-                long += 1
+                out.unknown += 1
+                out.characters |= {one for one in item.text if self._encode(one) is None}
+            elif not token_ids:
+                out.empty += 1
+            elif len(token_ids) > most:
+                out.long += 1
+                out.shortest = min(out.shortest or len(token_ids), len(token_ids))
             else:
                 kept.append((item, np.array(token_ids, np.int32)))
-        if unknown or long or not kept:
-            log.warning(
-                "%s prompts: %d of %d usable; %d empty or longer than rollout.max_prompt_length=%d, "
-                "%d with characters that the tokenizer does not know",
-                split,
-                len(kept),
-                len(items),
-                long,
-                self._rollout.max_prompt_length,
-                unknown,
-            )
-        return kept
+        if len(kept) < len(items) or not kept:
+            causes = "; ".join(out.reasons(self._tokenizer, most))
+            log.warning("%s prompts: %d of %d usable; %s", split, len(kept), len(items), causes)
+        return kept, out
 
     def _permutation(self, epoch: int) -> Int32Array:
         if self._order[0] != epoch:

@@ -15,13 +15,12 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tasks.loading import TaskError
+from tasks.model import HEAD_SIZE, check_tiny_size
 
 PAD, EOS, BOS, UNKNOWN = "<pad>", "<eos>", "<bos>", "<unk>"
 CHARACTERS = "0123456789 >=+-*?"
 VOCABULARY = (PAD, EOS, BOS, UNKNOWN, *CHARACTERS)
 MAX_LENGTH = 512  # tokens of prompt and answer together
-HEAD_SIZE = 32  # the smallest that vLLM's attention kernels for CPU have
 
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
@@ -48,8 +47,7 @@ def tiny_config(*, hidden_size: int, layers: int, tied: bool) -> Qwen2Config:
 
     Below ``HEAD_SIZE`` it is for transformers alone. Raises TaskError for other sizes that leave no whole heads.
     """
-    if hidden_size % HEAD_SIZE and hidden_size != HEAD_SIZE // 2:
-        raise TaskError(f"model.tiny_hidden_size: {hidden_size} is no multiple of {HEAD_SIZE}")
+    check_tiny_size(hidden_size)
     heads = max(1, hidden_size // HEAD_SIZE)
     return Qwen2Config(
         vocab_size=len(VOCABULARY),

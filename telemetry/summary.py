@@ -51,12 +51,14 @@ def _training(records: Sequence[Mapping[str, object]], max_staleness: int) -> li
     edge = min(10, len(records))
     first, last = (_mean(part, "reward_mean") for part in (records[:edge], records[-edge:]))
     tokens = sum(number(record, "trained_tokens") for record in records)
+    stale, trained = (sum(number(record, key) for record in records) for key in ("stale_groups", "groups"))
     oldest = max(number(record, "staleness_max") for record in records)
     return [
         ("reward", f"{first:.3f} -> {last:.3f} (means of the first and last {edge} steps)"),
         ("trained tokens", f"{tokens:,.0f}"),
         ("staleness", f"max {oldest:.0f}, bound {max_staleness}"),
-        ("masked", f"{_mean(records, 'masked_share'):.2%} of tokens"),
+        ("masked", f"{_mean(records, 'masked_share'):.2%} of tokens in the batches"),
+        ("stale groups", f"{stale:.0f} thrown away whole, {stale / max(1.0, stale + trained):.2%} of those delivered"),
         ("learner waits", f"{_mean(records, 'idle_share'):.0%} of a step"),
     ]
 

@@ -71,6 +71,11 @@ def test_roles_learn_the_url_from_their_environment_and_not_from_their_arguments
     assert "hunter2" not in str(asked)
 
 
+def test_the_learner_is_told_that_its_steps_are_shown(tmp_path: Path) -> None:
+    check = "import os, sys; sys.exit(not os.environ.get('SLIPSTREAM_STEPS_SHOWN'))"
+    supervise(config_of(tmp_path), tmp_path, {"broker": BROKER, "learner": check, "generator": SLEEPS})
+
+
 def test_a_learner_that_fails_ends_the_run_with_its_own_error_and_code(tmp_path: Path) -> None:
     learner = "import sys; print('the real reason', file=sys.stderr); sys.exit(9)"
     with pytest.raises(RoleFailed, match="learner ended with exit code 9") as caught:

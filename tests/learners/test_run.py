@@ -74,10 +74,12 @@ def test_every_step_has_one_line_with_every_metric(begun: dict[str, Any]) -> Non
         assert line["skipped"] is False
         spent = line["wait_s"] + line["train_s"] + line["publish_s"]
         assert 0 < spent <= line["step_s"]
+        assert (line["eval_s"] > 0.01) == (line["step"] in (1, 3)), "the passes at 0 and 2 are before these"
     assert set(begun["metrics"][0]) >= {
         "incarnation", "time", "reward_std", "loss", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior",
         "response_length_mean", "truncated_share", "masked_share", "staleness_mean", "train_tokens_per_s",
         "idle_share", "padding_share", "zero_variance_groups", "failed_completions",
+        "stale_groups", "eval_s",
     }  # fmt: skip
 
 

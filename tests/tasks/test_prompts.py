@@ -19,7 +19,7 @@ from broker.messages import Frontier, Split
 from tasks.config import TaskConfig
 from tasks.loading import TaskError
 from tasks.prompts import PromptFeed
-from tasks.tiny_model import character_tokenizer
+from tasks.tiny_model import CHARACTERS, character_tokenizer
 
 SET = """
 from tasks.prompts import Item
@@ -103,7 +103,7 @@ def test_c68_a_run_stopped_on_an_epoch_boundary_still_has_the_next_epoch(file: P
 
 
 def test_c86_fewer_prompts_than_a_step_needs_are_refused_with_both_numbers(file: Path) -> None:
-    with pytest.raises(TaskError, match=r"task\.prompts: 3 usable prompts .* the 4 of one step"):
+    with pytest.raises(TaskError, match=r"task\.prompts: 3 usable prompts of 4 .* the 4 of one step.*raise it$"):
         feed(file, count=4)
 
 
@@ -114,8 +114,35 @@ def test_prompts_too_long_or_not_spellable_are_left_out_and_counted(
     with caplog.at_level(logging.WARNING):
         subject = feed(file)
     assert len(subject) == 8
-    assert "8 of 10 usable; 1 empty or longer than rollout.max_prompt_length=20" in caplog.text
-    assert "1 with characters that the tokenizer does not know" in caplog.text
+    assert "8 of 10 usable; 1 have characters that the model's tokenizer does not know (é)" in caplog.text
+    assert "1 are longer than rollout.max_prompt_length=20, of which the shortest has 43 tokens" in caplog.text
+
+
+def test_too_few_prompts_are_explained_by_their_cause_and_by_nothing_else(file: Path) -> None:
+    def refusal(items: str, count: int = 10) -> str:
+        own = file.with_name(f"own{abs(hash(items))}.py")  # a file is loaded once a process
+        own.write_text(SET.replace("f\"{i}{MARK[split]}{more.get(i, '')}\"", items))
+        with pytest.raises(TaskError) as caught:
+            feed(own, count=count)
+        return str(caught.value)
+
+    unknown = refusal('"was ist "')
+    assert "10 have characters that the model's tokenizer does not know (aistw)" in unknown
+    assert f"which knows '{CHARACTERS}'" in unknown
+    assert "model.path" in unknown
+    assert "max_prompt_length" not in unknown
+    long = refusal('"1" * (30 + i)')
+    assert "raise it" in long and "the shortest has 31 tokens" in long
+    assert "characters" not in long
+    few = refusal('"1"', count=2)
+    assert few.endswith("(rollout.groups_per_step): lower it, or give more prompts")
+
+
+@pytest.mark.parametrize("body", ["return options['path']", "raise ValueError('no')", "import no_such_thing"])
+def test_a_prompts_function_that_raises_is_told_with_its_line(body: str, file: Path) -> None:
+    file.write_text(f"def prompts(split, seed, options):\n    {body}\n")
+    with pytest.raises(TaskError, match=r"task\.prompts=.*set\.py:prompts: \w+Error: .* \(set\.py:2\)"):
+        feed(file)
 
 
 def test_an_evaluation_round_is_greedy_and_named_by_its_version(file: Path) -> None:

@@ -58,3 +58,11 @@ def test_a_run_that_went_on_is_summed_up_by_what_this_session_did(tmp_path: Path
         assert part in text
     assert "version 0" not in text
     assert text.count("eval at version 40") == 1, "an evaluation that was made again is the last one"
+
+
+def test_groups_thrown_away_whole_are_told_beside_the_masked_tokens(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "logs" / "metrics.jsonl")
+    for step, stale in ((1, 0), (2, 3), (3, 1)):
+        sink.write({"step": step, "groups": 4, "stale_groups": stale, "masked_share": 0.05})
+    text = summarize(tmp_path, total_steps=3, max_staleness=1, wall_s=1.0, counts=None)
+    assert "4 thrown away whole, 25.00% of those delivered" in text

@@ -1,0 +1,74 @@
+"""What can be known to be wrong before anything is started. Each check raises ConfigError or TaskError, exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from broker.messages import Split
+from configs.load import ConfigError
+from configs.run import RunConfig
+from generators.scoring import Scorer
+from learners.checkpoint import MARKER, Checkpoints
+from tasks.config import TaskConfig
+from tasks.loading import TaskError, described, load_function
+from tasks.model import check_model
+from tasks.prompts import load_items
+
+
+def check_run(config: RunConfig) -> None:
+    """Everything, for a launcher whose roles are all on this machine."""
+    check_resume(config)
+    check_prompts(config)
+    check_rewards(config.task, timeout_s=config.generator.reward_timeout_s)
+    check_model(config.model)
+
+
+def check_learner(config: RunConfig) -> None:
+    """What a learner needs on its machine. Its first rank calls the prompts function, before it loads a model."""
+    check_resume(config)
+    _importable(config.task.prompts, "task.prompts")
+    check_model(config.model)
+
+
+def check_generator(config: RunConfig) -> None:
+    """What a generator needs on its machine."""
+    check_rewards(config.task, timeout_s=config.generator.reward_timeout_s)
+    check_model(config.model)
+
+
+def check_resume(config: RunConfig) -> None:
+    """``learner.checkpoint.resume`` is ``auto``, ``never``, or a complete checkpoint."""
+    resume, folder = config.learner.checkpoint.resume, Path(config.run_dir) / "checkpoints"
+    if resume in ("auto", "never") or (Path(resume).expanduser() / MARKER).is_file():
+        return
+    newest = Checkpoints(folder, keep=1).newest()
+    offered = f"the newest of this run is {newest}" if newest else f"there is none in {folder}"
+    raise ConfigError(
+        f"learner.checkpoint.resume={resume}: expected auto, never, or the directory of a complete checkpoint, "
+        f"which holds {MARKER}; {offered}"
+    )
+
+
+def check_prompts(config: RunConfig) -> None:
+    """The prompts function gives items for training, and for evaluation where there is one."""
+    evaluation = config.learner.eval
+    evaluates = evaluation.at_start or evaluation.at_end or evaluation.every_steps > 0
+    for split in (Split.TRAIN, Split.EVAL) if evaluates else (Split.TRAIN,):
+        if not load_items(config.task, split, config.seed):
+            raise TaskError(f"task.prompts={config.task.prompts}: gives no prompt for the split {str(split)!r}")
+
+
+def check_rewards(task: TaskConfig, *, timeout_s: float) -> Scorer:
+    """The scorer of the rewards, none of which has been called."""
+    for name, reference in task.rewards.items():
+        _importable(reference, f"task.rewards.{name}")
+    return Scorer(task, timeout_s=timeout_s)
+
+
+def _importable(reference: str, setting: str) -> None:
+    try:
+        load_function(reference, setting=setting)
+    except TaskError:
+        raise
+    except Exception as error:  # their module, which may raise anything while it is imported
+        raise TaskError(f"{setting}={reference}: {described(error, caller=__file__)}") from error

@@ -1,0 +1,112 @@
+"""What is wrong with the settings is told before anything is started: exit code 2, key, value, what is legal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from broker.messages import Frontier
+from configs.load import load
+from launch.preflight import check_generator, check_learner, check_run
+from learners.checkpoint import Checkpoints
+
+RUN, LEARNER, GENERATOR = "up", "learner", "generator"
+TASK = """
+def prompts(split, seed, options):
+    return []
+
+def raises(split, seed, options):
+    return options["size"]
+
+def reward(text, answer, reference):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A task that can be loaded, and one that cannot."""
+    (tmp_path / "mine.py").write_text(TASK)
+    (tmp_path / "broken.py").write_text("import no_such_thing_at_all\n")
+    return tmp_path
+
+
+WRONG = [
+    ("task.prompts=nofile.py:prompts", (RUN, LEARNER), ("task.prompts", "nofile.py")),
+    ("task.prompts=tasks.counting:promts", (RUN, LEARNER), ("task.prompts", "did you mean 'prompts'")),
+    ("task.prompts=nope", (RUN, LEARNER), ("task.prompts", "'nope'", "module:function or file.py:function")),
+    ("task.prompts={dir}/broken.py:prompts", (RUN, LEARNER), ("task.prompts", "no_such_thing_at_all", "broken.py:1")),
+    ("task.prompts={dir}/mine.py:prompts", (RUN,), ("task.prompts", "no prompt for the split 'train'")),
+    ("task.prompts={dir}/mine.py:raises", (RUN,), ("task.prompts", "KeyError: 'size' (mine.py:6)")),
+    ("task.options.length=0", (RUN,), ("task.options", "at least 1")),
+    ("task.rewards.exact=tasks.counting:rewrd", (RUN, GENERATOR), ("task.rewards.exact", "did you mean 'reward'")),
+    ("task.rewards.exact={dir}/broken.py:reward", (RUN, GENERATOR), ("task.rewards.exact", "no_such_thing_at_all")),
+    ("task.weights.other=1.0", (RUN, GENERATOR), ("task.weights", "other", "exact")),
+    ("model.path=/nonexistent", (RUN, LEARNER, GENERATOR), ("model.path", "/nonexistent", "'tiny'", "owner/name")),
+    ("model.path={dir}", (RUN, LEARNER, GENERATOR), ("model.path", "no config.json")),
+    ("model.path=package:no_such", (RUN, LEARNER, GENERATOR), ("model.path", "not installed")),
+    ("model.tiny_hidden_size=48", (RUN, LEARNER, GENERATOR), ("model.tiny_hidden_size", "48", "multiple of 32")),
+    ("learner.checkpoint.resume=banana", (RUN, LEARNER), ("learner.checkpoint.resume=banana", "auto", "never")),
+    ("learner.checkpoint.resume={dir}", (RUN, LEARNER), ("learner.checkpoint.resume=", "complete.json")),
+]
+CASES = [(setting, role, parts) for setting, roles, parts in WRONG for role in roles]
+
+
+@pytest.mark.parametrize(("setting", "role", "parts"), CASES, ids=[f"{role}-{setting}" for setting, role, _ in CASES])
+def test_each_role_finds_what_is_wrong_with_its_part(
+    setting: str, role: str, parts: tuple[str, ...], files: Path
+) -> None:
+    check = {RUN: check_run, LEARNER: check_learner, GENERATOR: check_generator}[role]
+    config = load("quickstart", [f"output_dir={files}", setting.format(dir=files)])
+    with pytest.raises(Exception) as caught:
+        check(config)
+    assert type(caught.value).__name__ in ("ConfigError", "TaskError"), "the two that exit with 2"
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_what_is_right_passes_and_nothing_is_built_for_it(tmp_path: Path) -> None:
+    done = Checkpoints(tmp_path / "other", keep=1).save(1, Frontier(), lambda path: None)
+    before = sorted(tmp_path.rglob("*"))
+    for resume in ("auto", "never", str(done)):
+        config = load("quickstart", [f"output_dir={tmp_path}", f"learner.checkpoint.resume={resume}"])
+        for check in (check_run, check_learner, check_generator):
+            check(config)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_role_needs_only_what_it_uses_itself(tmp_path: Path) -> None:
+    config = load("quickstart", [f"output_dir={tmp_path}", "task.rewards.exact=elsewhere.py:reward"])
+    check_learner(config)
+    config = load("quickstart", [f"output_dir={tmp_path}", "task.prompts=elsewhere.py:prompts"])
+    check_generator(config)
+
+
+@pytest.mark.parametrize("command", ["up", "learner", "generator"])
+def test_the_commands_end_at_once_with_2_and_leave_nothing(command: str, tmp_path: Path) -> None:
+    wrong = ["model.path=/nonexistent", "broker.url=tcp://127.0.0.1:9", f"output_dir={tmp_path}"]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launch.cli", command, "-c", "quickstart", *wrong],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "slipstream: model.path: '/nonexistent'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - began < 20
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("check", ["check_run", "check_learner", "check_generator"])
+def test_no_check_costs_a_heavy_import(check: str) -> None:
+    script = (
+        f"import sys; from launch.preflight import {check}; from configs.load import load\n"
+        f"{check}(load('quickstart'))\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'deepspeed', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
