@@ -68,6 +68,7 @@ class BatchFeed:
         self._slot: Batch | None = None
         self._failure: BaseException | None = None
         self._lost = self._closed = False
+        self._openings = 0  # +1 whenever the run was opened again
         self._moved, self._seen = self._clock(), (0, 0)
         self._thread = threading.Thread(target=self._run, name="feed", daemon=True)
         self._thread.start()
@@ -142,6 +143,7 @@ class BatchFeed:
         generators and publisher know. Both threads may notice the same loss, one of them late: then the run is open
         already, and only what that thread was about to feed is missing. Caller holds the lock.
         """
+        self._openings += 1
         state = self._broker.state()
         if state.rules is None or (state.incarnation, state.version) != (self.incarnation, self._version):
             log.warning("the broker has lost its memory: opening the run again at version %d", self._version)
@@ -191,14 +193,20 @@ class BatchFeed:
 
     def _advance(self, broker: Broker, version: int) -> None:
         """Feeds, then waits a little for the batch."""
+        with self._changed:
+            openings = self._openings
         self._top_up(broker)
         batch = broker.take_batch(version=version, wait_s=_SLICE_S)
         if batch is not None:
             with self._changed:
-                self._slot = batch
-                self._changed.notify_all()
+                if openings == self._openings:  # else it is of a broker that has forgotten it since
+                    self._slot = batch
+                    self._changed.notify_all()
         elif self._source is None:
-            counts = broker.state().counts
+            state = broker.state()
+            if state.rules is None:
+                raise NoOpenRun("the broker came back without its memory")
+            counts = state.counts
             left = counts.queued + counts.leased + counts.buffered
             if left < self._rules.groups_per_step and self._hand is None:
                 raise EndOfData(f"the prompts have ended; {left} that do not fill a batch are left out")
