@@ -3,7 +3,7 @@
     newest checkpoint -> learners.feed.BatchFeed -> bound checked -> history, publish, trained -> checkpoint, durable
 
 Broker side, lineage and checkpoints are the product's own. Three runs, one after the other: whole batches; the groups
-that do not fill a batch, one by one; the last item, which waits for the last kill and tells of what died late.
+that do not fill a batch, one by one; the last item, which waits for the last kill and brings the news of late deaths.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """What every process of a kill drill knows: one file in the drill's directory, written before the first of them starts.
 
-setting.json    this                      checkpoints/    the learner's (learners.checkpoint)
-NAME.log        what NAME has said        lives/          one empty file for each start of the learner
-all-killed      the driver has made its last kill: the learner may train the last item
+    setting.json    this                      checkpoints/    the learner's (learners.checkpoint)
+    NAME.log        what NAME has said        lineage.json    the learner's (learners.lineage)
+    url             of the broker             lives/          one empty file for each start of the learner
+    data/           the broker's              all-killed      the learner may now train the last item
+
+The broker's first start tells its url, and the later ones must come back there.
 """
 
 from __future__ import annotations
