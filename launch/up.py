@@ -21,7 +21,7 @@ from launch.environment import placed
 from launch.monitor import Monitor
 from launch.preflight import check_run
 from launch.resumption import Standing, completed, going_on, standing
-from launch.run_folder import draw, keep_config
+from launch.run_folder import begin_anew, draw, keep_config
 from launch.signals import Stopped
 from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
 from telemetry.live import LiveView, PlainView, Progress, View
@@ -80,9 +80,8 @@ def prepare(config: RunConfig) -> Path:
     run_dir = Path(config.run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     _claim(run_dir)
-    if config.learner.checkpoint.resume == "never":
-        for name in ("logs/metrics.jsonl", "logs/eval.jsonl", "reward.png"):  # of an earlier run with the same names
-            (run_dir / name).unlink(missing_ok=True)
+    if standing(config).checkpoint is None:
+        begin_anew(config)
     keep_config(config)
     return run_dir
 
