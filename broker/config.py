@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -10,9 +10,16 @@ from broker.address import BACKENDS, check_host, check_url, is_loopback
 
 
 class StrictModel(BaseModel):
-    """Refuses unknown keys and silent conversions; values never change after loading."""
+    """Refuses unknown keys, silent conversions and numbers that are none; values never change after loading."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+# Bounds beyond which no machine can do what is asked; without them a typing error ends deep inside a library.
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # poll and epoll take milliseconds of 31 bits, which is 24 days
+Bytes = Annotated[int, Field(le=1 << 50)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]  # of what one machine holds at once
+Steps = Annotated[int, Field(le=1_000_000_000)]  # of what goes by in a run
 
 
 class BrokerConfig(StrictModel):
@@ -27,14 +34,14 @@ class BrokerConfig(StrictModel):
     )
     key_file: str = Field("", description="what lets a client in under curve; empty: <run folder>/broker.key")
     namespace: str = Field("", description="prefix of the Redis keys; empty: <project>/<experiment>")
-    lease_timeout_s: float = Field(30.0, gt=0)
-    member_timeout_s: float = Field(10.0, gt=0)
-    heartbeat_s: float = Field(1.0, gt=0)
-    max_attempts: int = Field(3, ge=1)
-    reconnect_timeout_s: float = Field(60.0, gt=0)
-    max_frame_bytes: int = Field(256 << 20, gt=0, description="of one prompt, group or call")
-    max_buffer_bytes: int = Field(4 << 30, gt=0, description="of delivered groups; beyond it producers wait")
-    push_timeout_s: float = Field(600.0, gt=0, description="how long a producer waits for room")
+    lease_timeout_s: Seconds = 30.0
+    member_timeout_s: Seconds = 10.0
+    heartbeat_s: Seconds = 1.0
+    max_attempts: Count = 3
+    reconnect_timeout_s: Seconds = 60.0
+    max_frame_bytes: Bytes = Field(256 << 20, ge=1 << 12, description="of one prompt, group or call")
+    max_buffer_bytes: Bytes = Field(4 << 30, ge=1 << 20, description="of delivered groups; beyond it producers wait")
+    push_timeout_s: Seconds = Field(600.0, description="how long a producer waits for room")
     durability: Literal["memory", "disk"] = Field("memory", description="whether the broker's state survives its end")
     data_dir: str = Field("", description="where the state is kept; empty: <run folder>/broker")
 
@@ -77,21 +84,31 @@ class BrokerConfig(StrictModel):
             )
         return security
 
+    @model_validator(mode="after")
+    def _members_outlive_their_heartbeat(self) -> BrokerConfig:
+        for name in ("member_timeout_s", "lease_timeout_s"):
+            if self.heartbeat_s >= getattr(self, name):
+                raise ValueError(
+                    f"broker.heartbeat_s={self.heartbeat_s:g} must be below broker.{name}={getattr(self, name):g},"
+                    " or everyone is given up between two heartbeats"
+                )
+        return self
+
 
 class RolloutConfig(StrictModel):
     """What is sampled for one learner step, and how old it may be when it is trained."""
 
-    groups_per_step: int = Field(16, ge=1, description="B: prompts a learner step")
-    completions_per_group: int = Field(8, ge=1, description="n: completions a prompt")
-    max_staleness: int = Field(1, ge=0, description="η: learner steps between sampling and training a token")
+    groups_per_step: Count = Field(16, description="B: prompts a learner step")
+    completions_per_group: Count = Field(8, description="n: completions a prompt")
+    max_staleness: int = Field(1, ge=0, le=10_000, description="η: learner steps between sampling and training a token")
     on_stale: Literal["mask", "drop"] = "mask"
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=0.01, le=100, description="vLLM samples at no lower one")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, le=10_000_000)
     allow_truncated_sampling: bool = False
-    max_prompt_length: int = Field(64, ge=1, description="tokens; longer prompts are left out, and counted")
-    max_response_length: int = Field(16, ge=1, description="tokens")
-    group_timeout_s: float = Field(300.0, gt=0)
+    max_prompt_length: Count = Field(64, description="tokens; longer prompts are left out, and counted")
+    max_response_length: Count = Field(16, description="tokens")
+    group_timeout_s: Seconds = 300.0
 
     @property
     def samples_per_step(self) -> int:

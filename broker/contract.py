@@ -90,7 +90,10 @@ class Broker(Protocol):
 
     # -- members -----------------------------------------------------------------------------------------------
     def report(self, member: Member) -> None:
-        """Joins, or refreshes: state, version in use, heartbeat, and renewal of the leases named. GONE leaves."""
+        """Joins, or refreshes: state, version in use, heartbeat, and renewal of the leases named. GONE leaves.
+
+        Raises Refused when a newer process has joined under the same id.
+        """
 
     def publication(self, *, after_attempt: int, wait_s: float) -> Publication | None:
         """The newest publication if its attempt is above ``after_attempt``, else None after ``wait_s``."""

@@ -22,6 +22,7 @@ from broker.messages import Counts, DeadItem, Frontier, Member, MemberState, Pub
 from broker.pool import Pool
 from broker.reasons import short
 from broker.roster import Roster
+from broker.wellformed import refuse_senseless
 
 
 class Ledger:
@@ -48,6 +49,7 @@ class Ledger:
     # -- the learner -------------------------------------------------------------------------------------------
     def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str, after: int = -1) -> int:
         """Starts an incarnation, numbered above ``after``. A repeated ``token`` is the same call sent again."""
+        refuse_senseless(rules, after)
         if token != self.token:
             another_run = self.rules is not None and self.rules.run != rules.run
             self.rules, self.token = rules, token

@@ -247,6 +247,7 @@ class Member:
         leases: ids it still works on; renewing them is the heartbeat's second duty.
         stats: small named numbers for people, such as ``tokens_per_s``.
         error: the last error, empty if none.
+        life: a name that only this process has. Of two with one id the newer is the member; the older is refused.
     """
 
     member_id: str
@@ -259,6 +260,7 @@ class Member:
     leases: tuple[str, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
     error: str = ""
+    life: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from broker.contract import PushOutcome
 from broker.heads import BatchHead, LeaseHead, is_eval, position_of, refuse_misfit, refuse_misnamed_items, round_version
 from broker.messages import Counts, DeadItem, EndedItem, Member, MemberState, Publication, Rules, RunState
 from broker.reasons import short
+from broker.wellformed import refuse_senseless
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ _STORED = 1 << 40  # what Redis itself has taken in is not limited again
 
 
 def _open_run(call: calls.OpenRun, bodies: Bodies) -> Request:
+    refuse_senseless(call.rules, call.after)
     rules = {name: str(value) for name, value in asdict(call.rules).items()}
     frontier = call.frontier
     args = {"rules": rules, "version": call.version, "base": frontier.base, "beyond": list(frontier.beyond)}
@@ -56,6 +58,7 @@ def _report(call: calls.Report, bodies: Bodies) -> Request:
         "version": member.policy_version,
         "incarnation": member.incarnation,
         "error": member.error,
+        "life": member.life,
     }
     args = {
         "member_id": member.member_id,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from broker.errors import Refused
 from broker.messages import Member, MemberState
 
+LIVES_KEPT = 4  # of one id
 GONE_KEPT = 32  # departures with an error that stay visible, so that their error can be told
 
 
@@ -15,17 +17,26 @@ class Roster:
     """Members by id. One that left cleanly is forgotten; one that failed or fell silent is kept as GONE."""
 
     members: dict[str, Member] = field(default_factory=dict)
+    _replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)  # lives that a newer one has taken the id of
     _seen: dict[str, float] = field(default_factory=dict)  # in order of time: who reports goes to the end
 
     def report(self, member: Member, now: float) -> bool:
-        """Takes a report in and returns whether it is news beyond a heartbeat."""
-        before = self.members.pop(member.member_id, None)
+        """Takes a report in and returns whether it is news beyond a heartbeat.
+
+        Raises Refused for a process whose id a newer one has taken.
+        """
+        before = self.members.get(member.member_id)
+        if before is not None and before.life != member.life:
+            self._replace_life(member, before)
+        self.members.pop(member.member_id, None)
         self._seen.pop(member.member_id, None)
         if member.state is not MemberState.GONE:
             self.members[member.member_id] = member
             self._seen[member.member_id] = now
         elif member.error:
             self._keep_gone(member)
+        else:
+            self._replaced.pop(member.member_id, None)
         return before is not None if member.state is MemberState.GONE and not member.error else _news(before, member)
 
     def expire(self, now: float, timeout_s: float) -> list[Member]:
@@ -46,11 +57,20 @@ class Roster:
         """Everyone, by id."""
         return tuple(self.members[one] for one in sorted(self.members))
 
+    def _replace_life(self, member: Member, before: Member) -> None:
+        replaced = self._replaced.get(member.member_id, ())
+        if member.life in replaced:
+            raise Refused(
+                f"another process has joined as {member.member_id} since: give every generator an --id of its own"
+            )
+        self._replaced[member.member_id] = (*replaced[1 - LIVES_KEPT :], before.life)
+
     def _keep_gone(self, member: Member) -> None:
         self.members[member.member_id] = replace(member, leases=())
         gone = [one for one, kept in self.members.items() if kept.state is MemberState.GONE]
         for one in gone[:-GONE_KEPT]:
             del self.members[one]
+            self._replaced.pop(one, None)
 
 
 def _news(before: Member | None, after: Member) -> bool:

@@ -7,7 +7,9 @@ import math
 import numpy as np
 
 from broker.errors import Refused
-from broker.messages import Completion, Group
+from broker.messages import Completion, Group, Rules
+
+MOST_INCARNATIONS = 1 << 20
 
 
 def refuse_malformed(group: Group) -> None:
@@ -16,6 +18,18 @@ def refuse_malformed(group: Group) -> None:
         problem = _problem(completion)
         if problem:
             raise Refused(f"item {group.prompt.item}, completion {index}: {problem}")
+
+
+def refuse_senseless(rules: Rules, after: int) -> None:
+    """Raises Refused for rules and numbers that no learner has, with which the ledger would wait or grow for ever."""
+    times = (rules.lease_timeout_s, rules.member_timeout_s)
+    sizes = (rules.groups_per_step, rules.max_attempts, rules.max_buffer_bytes)
+    if not all(0 < one < math.inf for one in times) or min(sizes) < 1 or rules.max_staleness < 0:
+        raise Refused(f"no run can have these rules: {rules}")
+    if rules.on_stale not in ("mask", "drop"):
+        raise Refused(f"rollout.on_stale is mask or drop, not {rules.on_stale!r}")
+    if after >= MOST_INCARNATIONS:
+        raise Refused(f"no learner has been started {after} times")
 
 
 def _problem(completion: Completion) -> str:

@@ -7,6 +7,7 @@ YAML 1.1, PyYAML's default, reads ``2e-5`` as a string, ``yes`` and ``off`` as b
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 
 import yaml
 
@@ -16,12 +17,20 @@ _FLOAT = re.compile(
 )
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+
+
+_DIGITS = 100  # of one number; Python itself refuses to print the longest
+_DEPTH = 50
+_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the resolvers of YAML 1.2's core schema."""
+    """SafeLoader with the resolvers and the tags of YAML 1.2's core schema."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "expected keys and values", node.start_mark)
         seen: set[object] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -33,10 +42,26 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    text = str(loader.construct_scalar(node))
-    prefixed = text.startswith(("0o", "0x"))
-    return int(text, 0) if prefixed else int(text)
+def _scalar(pattern: re.Pattern[str], name: str, convert: Callable[[str], object]) -> Callable[..., object]:
+    """Constructs what ``pattern`` matches; a tag may claim it of any text."""
+
+    def construct(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> object:
+        text = str(loader.construct_scalar(node))
+        if not pattern.match(text):
+            raise yaml.constructor.ConstructorError(None, None, f"{text[:_DIGITS]!r} is not {name}", node.start_mark)
+        if len(text) > _DIGITS:
+            raise yaml.constructor.ConstructorError(None, None, f"{name} of {len(text)} digits", node.start_mark)
+        return convert(text)
+
+    return construct
+
+
+def _int(text: str) -> int:
+    return int(text, 0) if text.startswith(("0o", "0x")) else int(text)
+
+
+def _float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
 
 
 _Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
@@ -45,12 +70,45 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:int", _INT, list("-+0123456789"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOL, list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""])
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_CONSTRUCTORS = {  # all there are; YAML 1.1 has sets, dates and bytes besides, which no setting takes
+    "int": _scalar(_INT, "an integer", _int),
+    "float": _scalar(_FLOAT, "a number", _float),
+    "bool": _scalar(_BOOL, "true or false", lambda text: text.lower() == "true"),
+    "null": _scalar(_NULL, "null", lambda text: None),
+    "str": yaml.SafeLoader.construct_yaml_str,
+    "seq": yaml.SafeLoader.construct_yaml_seq,
+    "map": yaml.SafeLoader.construct_yaml_map,
+}
+_Loader.yaml_constructors = {f"tag:yaml.org,2002:{tag}": construct for tag, construct in _CONSTRUCTORS.items()}
+_Loader.yaml_constructors[None] = yaml.SafeLoader.construct_undefined
 
 
 def parse(text: str) -> object:
-    """The value of one YAML document. Raises yaml.YAMLError, also for a key that is there twice."""
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader: plain values only
+    """The value of one YAML document, a tree of plain values. Raises yaml.YAMLError, which says what is wrong with it.
+
+    A key that is there twice is wrong, and so is what is no tree (an alias inside what it stands for), no text (half a
+    surrogate pair, NUL) or far too much (an alias of aliases of aliases).
+    """
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a SafeLoader: plain values only
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply") from None
+    return _tree(value, iter(range(_VALUES)), _DEPTH)
+
+
+def _tree(value: object, budget: Iterator[int], depth: int) -> object:
+    """A copy in which nothing is there twice."""
+    if next(budget, None) is None:
+        raise yaml.YAMLError(f"more than {_VALUES} values")
+    if not depth:
+        raise yaml.YAMLError(f"nested more than {_DEPTH} levels deep, or an alias inside what it stands for")
+    if isinstance(value, dict):
+        return {_tree(key, budget, depth - 1): _tree(inner, budget, depth - 1) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_tree(inner, budget, depth - 1) for inner in value]
+    if isinstance(value, str) and (strange := _NO_TEXT.search(value)):
+        raise yaml.YAMLError(f"a text with the character U+{ord(strange[0]):04X}, which is none")
+    return value
 
 
 class _Dumper(yaml.SafeDumper):

@@ -18,6 +18,9 @@ from configs import dialect
 from configs.presets import PRESETS, presets
 from configs.run import RunConfig
 
+_DEEPEST = 10  # parts of a key; the deepest section has three
+_WIDTH = 300  # characters of a message that a file or a command line fills
+
 # What other projects call our keys (docs/glossary.md).
 _ELSEWHERE = {
     "learning_rate": "learner.optim.lr",
@@ -40,6 +43,7 @@ _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "string_type": "a text",
     "bool_type": "true or false",
     "model_type": "a section with keys of its own",
@@ -57,13 +61,16 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError, which names every problem at once.
     """
-    file = find(path)
     try:
-        values = dialect.parse(file.read_text(encoding="utf-8")) or {}
+        file = find(path)
+        values = dialect.parse(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: {_one_line(error)}") from error
+        raise ConfigError(f"{file}: {_clipped(_one_line(error))}") from error
+    except OSError as error:
+        raise ConfigError(f"configuration file {_clipped(str(path))!r}: {error.strerror}") from error
+    values = {} if values is None else values
     if not isinstance(values, dict):
-        raise ConfigError(f"{file}: expected keys and values, found {json.dumps(values)}")
+        raise ConfigError(f"{file}: expected keys and values, found {_clipped(json.dumps(values))}")
     for override in overrides:
         _apply(values, override)
     try:
@@ -83,18 +90,18 @@ def find(path: Path | str) -> Path:
     if (PRESETS / file.name).is_file() and file.parent.name == PRESETS.name:
         return PRESETS / file.name  # configs/<preset>.yaml, from whatever directory
     names = ", ".join(presets())
-    raise ConfigError(f"no configuration file {str(path)!r}; presets: {names}")
+    raise ConfigError(f"no configuration file {_clipped(str(path))!r}; presets: {names}")
 
 
 def _apply(values: dict[str, object], override: str) -> None:
     key, equals, text = override.partition("=")
     path = key.strip().split(".")
-    if not equals or not all(path):
-        raise ConfigError(f"{_hidden(override)!r}: expected key=value, such as learner.optim.lr=2e-5")
+    if not equals or not all(path) or len(path) > _DEEPEST or not key.isprintable():
+        raise ConfigError(f"{_clipped(_hidden(override))!r}: expected key=value, such as learner.optim.lr=2e-5")
     try:
         value = dialect.parse(text) if text.strip() else ""
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_hidden(override)!r}: {_hidden(_one_line(error))}") from error
+        raise ConfigError(f"{_clipped(_hidden(override))!r}: {_clipped(_hidden(_one_line(error)))}") from error
     section = values
     for name in path[:-1]:
         inner = section.get(name)
@@ -130,7 +137,12 @@ def _line(key: str, details: ErrorDetails) -> str:
     if kind == "missing":
         return f"{key}: is missing"
     if kind == "literal_error":
-        return f"{key}={value}: expected {details['ctx']['expected']}"
+        expected = details["ctx"]["expected"]
+        words = {word.lower(): word for word in re.findall(r"'(.*?)'", expected)}
+        close = difflib.get_close_matches(str(details["input"]).lower(), words, n=1)
+        return f"{key}={value}: expected {expected}" + (f"; did you mean {words[close[0]]}?" if close else "")
+    if kind == "value_error" and isinstance(details["input"], Mapping):  # about several keys, which it names itself
+        return details["msg"].removeprefix("Value error, ")
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"{key}={value}: {message}" if key else message
 
@@ -139,12 +151,16 @@ def _shown(key: str, value: object) -> str:
     """A value as people wrote it, but for the password in a url."""
     if key == "broker.url" and isinstance(value, str):
         value = without_password(value)
-    return _hidden(json.dumps(value, ensure_ascii=False))
+    return _clipped(_hidden(json.dumps(value, ensure_ascii=False)))
 
 
 def _hidden(text: str) -> str:
     """The text without what stands before the @ of a url."""
     return re.sub(r"(://).*@", r"\1***@", text)
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]}…"
 
 
 def _key(loc: tuple[int | str, ...], values: Mapping[str, object]) -> str:

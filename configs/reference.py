@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from configs.run import RunConfig
 
 _SIGNS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<")}
+_OUT_OF_REACH = 1e6
 _PLAIN = {str: "text", int: "integer", float: "number", bool: "true or false"}
 _UNSAID: dict[str, str] = {  # what the models of broker/ have no description of
     "broker.backend": "the server: our own (`zmq`) or Redis; docs/broker.md compares them",
@@ -26,7 +27,6 @@ _UNSAID: dict[str, str] = {  # what the models of broker/ have no description of
     "broker.max_attempts": "failed attempts at one prompt after which it is given up",
     "broker.reconnect_timeout_s": "how long a client waits for a silent broker before it ends with an error",
     "rollout.on_stale": "too old a token: `mask` makes it context only, `drop` leaves its whole group out",
-    "rollout.temperature": "of sampling; the learner's log-probabilities are taken at the same one",
     "rollout.top_p": "nucleus sampling; below 1 needs `allow_truncated_sampling`",
     "rollout.top_k": "above 0 needs `allow_truncated_sampling`",
     "rollout.allow_truncated_sampling": "sample from another distribution than the one that is trained",
@@ -39,7 +39,8 @@ Every setting, with its default. Made by `make docs` from the models that check 
 
 A setting is given on the command line (`learner.optim.lr=2e-5`) or in a YAML file (`-c mine.yaml`), where the parts of
 its name are nested sections. The command line wins over the file, and the file over the defaults below. Unknown names,
-and values of another type, are refused with the nearest name there is.
+and values of another type, are refused with the nearest name there is. Upper bounds that only a typing error reaches
+are left out here.
 
 **A file of your own stands on these defaults, and not on a preset's.** To start from a preset, write it out whole and
 change what you want: `slipstream config show -c quickstart > mine.yaml`. The presets are `configs/*.yaml`:
@@ -78,9 +79,11 @@ def _model(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _type(field: FieldInfo) -> str:
-    """What may be given, in words, with its bounds."""
-    bounds = [f"{sign} {getattr(mark, name):g}" for mark in field.metadata for name, sign in _bound(mark)]
-    return ", ".join([_words(field.annotation), *bounds])
+    """What may be given, in words, with its bounds: the lower one first, and no upper one that nobody reaches."""
+    given = [(sign, getattr(mark, name)) for mark in field.metadata for name, sign in _bound(mark)]
+    lower = [f"{sign} {value}" for sign, value in given if sign in "≥>"]
+    upper = [f"{sign} {value}" for sign, value in given if sign in "≤<" and value < _OUT_OF_REACH]
+    return ", ".join([_words(field.annotation), *lower, *upper])
 
 
 def _bound(mark: object) -> Iterator[tuple[str, str]]:
@@ -90,6 +93,8 @@ def _bound(mark: object) -> Iterator[tuple[str, str]]:
 
 def _words(kind: object) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _words(arguments[0])
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):

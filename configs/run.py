@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from broker.config import BrokerConfig, RolloutConfig, StrictModel
+from broker.config import BrokerConfig, RolloutConfig, Seconds, StrictModel
 from generators.config import GeneratorConfig
 from learners.config import AlgorithmConfig, LearnerConfig
 from tasks.config import ModelConfig, TaskConfig
 from telemetry.config import TelemetryConfig
 from weights_sync.config import WeightsSyncConfig
+
+_NAME = re.compile(r"\w[\w.+=,@-]*")  # of a folder of its own: no path, nothing hidden, nothing a shell reads
 
 
 class LaunchConfig(StrictModel):
@@ -21,8 +24,8 @@ class LaunchConfig(StrictModel):
         "processes",
         description="processes: each role its own; serial: all in one, for debugging (one rank, transformers)",
     )
-    stop_timeout_s: float = Field(8.0, gt=0, description="from the first signal to SIGKILL")
-    watchdog_s: float = Field(300.0, gt=0, description="without progress for this long, the run ends with the reason")
+    stop_timeout_s: Seconds = Field(8.0, description="from the first signal to SIGKILL")
+    watchdog_s: Seconds = Field(300.0, description="without progress for this long, the run ends with the reason")
 
 
 class RunConfig(StrictModel):
@@ -30,8 +33,10 @@ class RunConfig(StrictModel):
 
     project: str = Field("slipstream", description="first part of the run's folder")
     experiment: str = Field("default", description="second part of the run's folder; another name is another run")
-    output_dir: str = Field("outputs", description="where the run's folder <output_dir>/<project>/<experiment> is")
-    seed: int = Field(0, description="of the initial tiny model, the prompts' order and the sampling")
+    output_dir: str = Field(
+        "outputs", min_length=1, description="where the run's folder <output_dir>/<project>/<experiment> is"
+    )
+    seed: int = Field(0, ge=0, lt=1 << 31, description="of the initial tiny model, the prompts' order and the sampling")
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -42,6 +47,13 @@ class RunConfig(StrictModel):
     weights_sync: WeightsSyncConfig = WeightsSyncConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @field_validator("project", "experiment")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not _NAME.fullmatch(name) or len(name.encode()) > 200:
+            raise ValueError("expected a plain name of letters, digits and . _ - + = , @, without a / and not hidden")
+        return name
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -54,6 +66,11 @@ class RunConfig(StrictModel):
         if truncated and not self.rollout.allow_truncated_sampling:
             raise ValueError(
                 "rollout.top_p / top_k truncate the distribution; set rollout.allow_truncated_sampling to allow it"
+            )
+        on_cpu = [name for name in ("learner", "generator") if getattr(self, name).device == "cpu"]
+        if self.weights_sync.backend == "nccl" and on_cpu:
+            raise ValueError(
+                f"weights_sync.backend=nccl needs {on_cpu[0]}.device=cuda; on cpu set weights_sync.backend=gloo"
             )
         return self
 

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -119,6 +120,7 @@ class _Generator:
         self._leaving = False
         self._incarnation = -1  # of the version in use
         self._error = ""
+        self._life = uuid.uuid4().hex
         self._run_seen_open = False
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._polling: set[tuple[int, int]] = set()
@@ -199,6 +201,7 @@ class _Generator:
             leases=tuple(self._groups),
             stats={**self._rates.stats(), "groups_in_flight": float(len(self._groups))},
             error=error,
+            life=self._life,
         )
         await self._reports.call(lambda broker: broker.report(member))
 

@@ -17,7 +17,7 @@ from typing import Any
 from broker.errors import SlipstreamError
 from broker.messages import Prompt
 from tasks.config import TaskConfig
-from tasks.loading import TaskError, described, load_function
+from tasks.loading import described, load_function
 
 RewardFunction = Callable[[str, str, str], Any]
 
@@ -42,13 +42,9 @@ class Score:
 
 
 class Scorer:
-    """The reward functions of a task, for one event loop. Raises TaskError for functions or weights not there."""
+    """The reward functions of a task, for one event loop. Raises TaskError for functions not there."""
 
     def __init__(self, task: TaskConfig, *, timeout_s: float) -> None:
-        if not task.rewards:
-            raise TaskError("task.rewards: no reward function is named")
-        if unknown := sorted(set(task.weights) - set(task.rewards)):
-            raise TaskError(f"task.weights: {', '.join(unknown)} not among task.rewards ({', '.join(task.rewards)})")
         self._functions = {
             name: load_function(reference, setting=f"task.rewards.{name}") for name, reference in task.rewards.items()
         }
@@ -93,7 +89,9 @@ class Scorer:
             raise RewardFailed(f"reward {name!r}: {error}") from error.__cause__
         except TimeoutError:
             raise RewardFailed(f"reward {name!r}: no result within generator.reward_timeout_s") from None
-        except Exception as error:  # one completion fails and is counted: a reward function may raise anything
+        except BaseException as error:  # one completion fails and is counted: a reward function may raise anything
+            if _called_off() and not isinstance(error, Exception):
+                raise  # cancelled, or Ctrl-C in the serial mode: that is for us
             raise RewardFailed(f"reward {name!r}: {described(error, caller=__file__)}") from error
         if not math.isfinite(number):
             raise RewardFailed(f"reward {name!r}: gave {number}")
@@ -125,10 +123,17 @@ class Scorer:
         self._stuck -= 1
 
 
-class _Raised(Exception):
-    """Carries what a function raised in its thread; futures refuse to carry StopIteration themselves."""
+def _called_off() -> bool:
+    """Whether somebody has cancelled this very task; a reward function may also raise CancelledError by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
-    def __init__(self, error: Exception) -> None:
+
+class _Raised(Exception):
+    """Carries what a function raised in its thread: futures refuse to carry StopIteration, and a loop that meets
+    SystemExit or KeyboardInterrupt ends with it."""
+
+    def __init__(self, error: BaseException) -> None:
         super().__init__(described(error, caller=__file__))
         self.__cause__ = error
 
@@ -150,13 +155,13 @@ class _ThreadCall:
     def _run(self, function: RewardFunction, arguments: tuple[str, str, str]) -> None:
         try:
             value, error = function(*arguments), None
-        except Exception as raised:  # handed to whoever awaits ``result``
+        except BaseException as raised:  # handed to whoever awaits ``result``; sys.exit is as wrong as any error
             value, error = None, raised
         self.ended.set()
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._settle, value, error)
 
-    def _settle(self, value: Any, error: Exception | None) -> None:
+    def _settle(self, value: Any, error: BaseException | None) -> None:
         if self._late is not None:
             self._late()
         if self.result.done():

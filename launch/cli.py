@@ -50,6 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stopped.exit_code
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        if (told := _about_a_folder(error, args)) is None:
+            raise
+        print(f"slipstream: {told[1]}", file=sys.stderr)
+        return told[0]
+
+
+def _about_a_folder(error: Exception, args: argparse.Namespace) -> tuple[int, str] | None:
+    from configs.load import load
+    from launch.run_folder import explain
+
+    try:
+        return explain(error, load(args.config, args.overrides))
+    except SlipstreamError:
+        return None
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

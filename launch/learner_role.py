@@ -25,7 +25,7 @@ from launch.children import Children
 from launch.generator_role import model_directory
 from launch.preflight import check_learner
 from launch.resumption import Standing, completed, going_on, standing
-from launch.run_folder import draw, keep_config
+from launch.run_folder import LEARNER, claim, draw, keep_config
 from launch.step_lines import SHOWN, StepLines, silent
 from learners import lineage
 from tasks.model import load_tokenizer
@@ -121,7 +121,9 @@ def _rank(args: argparse.Namespace) -> int:
     url = environment.broker_url(args, config)
     if (found := standing(config)).complete:  # started by torchrun, or the parent had seen it
         return _complete(config, url, found) if rank == 0 else 0
-    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device.partition(":")[0]})
+    if rank == 0:  # it alone writes metrics and checkpoints, and it may outlive its parent for a moment
+        claim(Path(config.run_dir), LEARNER)
+    environment.apply(environment.QUIET | {"DS_ACCELERATOR": config.learner.device})
     from learners.run import run_rank  # torch and DeepSpeed: what takes seconds to import
 
     model, broker_config = model_directory(config), environment.placed(config)

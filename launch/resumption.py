@@ -26,7 +26,10 @@ class Standing:
 
 
 def standing(config: RunConfig) -> Standing:
-    """Reads the run's folder and changes nothing. Raises ConfigError or CheckpointDamaged.
+    """Reads the run's folder and changes nothing.
+
+    Raises CheckpointDamaged, and ConfigError when the checkpoint is beyond the run's end: nobody can tell whether a
+    shorter run or another one is meant.
 
     A run is complete when its newest checkpoint has all the steps and ``actor/`` was exported after it: one that died
     in between still has that to do.
@@ -38,9 +41,14 @@ def standing(config: RunConfig) -> Standing:
     if checkpoint is None:
         return Standing(checkpoint=None, version=0, complete=False)
     version, _ = read_checkpoint(checkpoint)
+    if version > config.learner.total_steps:
+        raise ConfigError(
+            f"learner.total_steps={config.learner.total_steps}: {checkpoint} is of step {version} already; raise "
+            "it, set learner.checkpoint.resume to an earlier checkpoint or to never, or choose another experiment=NAME"
+        )
     exported, marker = run_dir / "actor" / "config.json", checkpoint / MARKER
     complete = (
-        version >= config.learner.total_steps
+        version == config.learner.total_steps
         and newest is not None
         and newest.resolve() == checkpoint.resolve()
         and exported.is_file()

@@ -30,7 +30,7 @@ from generators.hf_engine import HfEngine
 from generators.rollout import Rollout
 from generators.scoring import Scorer
 from launch.generator_role import model_directory
-from launch.run_folder import draw, keep_config
+from launch.run_folder import LAUNCHER, LEARNER, claim, draw, keep_config
 from launch.step_lines import StepLines
 from learners.feed import EndOfData
 from learners.run import run_rank
@@ -166,13 +166,15 @@ class SerialFeed:
 def run_serial(config: RunConfig) -> LocalBroker:
     """Trains to the end in this process; returns the broker, whose ledger holds the run's books.
 
-    Raises SlipstreamError for a configuration that needs more than one process.
+    Raises SlipstreamError for a configuration that needs more than one process, ConfigError for a folder in use.
     """
     if config.learner.ranks != 1 or config.generator.engine != "transformers":
         raise SlipstreamError(
             "launch.mode=serial is one process: set learner.ranks=1 and generator.engine=transformers"
             f" (they are {config.learner.ranks} and {config.generator.engine})"
         )
+    for role in (LAUNCHER, LEARNER):
+        claim(Path(config.run_dir), role)
     keep_config(config)
     model = model_directory(config)
     ledger, tokenizer = LocalBroker(clock=_no_time), load_tokenizer(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import sys
 import time
@@ -14,14 +13,14 @@ from rich.console import Console
 from broker.connect import connect
 from broker.messages import Counts
 from configs import show
-from configs.load import ConfigError, load
+from configs.load import load
 from configs.run import RunConfig
 from launch.children import Children
 from launch.environment import placed
 from launch.monitor import Monitor
 from launch.preflight import check_run
 from launch.resumption import Standing, completed, going_on, standing
-from launch.run_folder import begin_anew, draw, keep_config
+from launch.run_folder import LAUNCHER, LEARNER, begin_anew, claim, draw, keep_config
 from launch.signals import Stopped
 from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
 from telemetry.live import LiveView, PlainView, Progress, View
@@ -78,21 +77,13 @@ def _run_processes(config: RunConfig, found: Standing) -> int:
 def prepare(config: RunConfig) -> Path:
     """The run's folder, with the configuration that all its processes load."""
     run_dir = Path(config.run_dir)
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    _claim(run_dir)
+    claim(run_dir, LAUNCHER)
+    os.close(claim(run_dir, LEARNER))  # a learner that somebody has started by itself
+    (run_dir / "logs").mkdir(exist_ok=True)
     if standing(config).checkpoint is None:
         begin_anew(config)
     keep_config(config)
     return run_dir
-
-
-def _claim(run_dir: Path) -> None:
-    """One launcher a folder: two would write into each other's metrics. Held until this process is gone."""
-    lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"another run is going on in {run_dir}; choose another experiment=NAME") from None
 
 
 def _supervise(config: RunConfig, run_dir: Path, children: Children, console: Console, since: float) -> Counts | None:

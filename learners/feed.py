@@ -101,8 +101,7 @@ class BatchFeed:
         assert batch is not None
         positions = [group.prompt.position for group in batch.groups] + [one.position for one in batch.ended]
         try:
-            if not self._lost:
-                self._broker.trained(batch_id=batch.batch_id, version=version)
+            self._broker.trained(batch_id=batch.batch_id, version=version)
         except NoOpenRun:
             self._lost = True
         with self._changed:
@@ -140,10 +139,13 @@ class BatchFeed:
         """The broker came back without its memory: opens the run where the learner is, and has all fed again.
 
         No batch is out at this moment, so nothing is trained twice. The incarnation is brought back to what
-        generators and publisher know. Caller holds the lock.
+        generators and publisher know. Both threads may notice the same loss, one of them late: then the run is open
+        already, and only what that thread was about to feed is missing. Caller holds the lock.
         """
-        log.warning("the broker has lost its memory: opening the run again at version %d", self._version)
-        self._open_run(self.incarnation - 1)
+        state = self._broker.state()
+        if state.rules is None or (state.incarnation, state.version) != (self.incarnation, self._version):
+            log.warning("the broker has lost its memory: opening the run again at version %d", self._version)
+            self._open_run(self.incarnation - 1)
         self._source, self._ahead, self._lost = self._prompts(self.frontier), 0, False
         self._changed.notify_all()
 

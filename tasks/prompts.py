@@ -41,15 +41,29 @@ class Item:
 
 
 def load_items(task: TaskConfig, split: Split, seed: int) -> Sequence[Item]:
-    """The items of a split. Raises TaskError for a function that is not there, raises, or gives something else."""
+    """The items of a split.
+
+    Raises TaskError for a function that is not there, raises, or gives something else, naming the item and the field.
+    """
     try:
         items = load_function(task.prompts, setting="task.prompts")(str(split), seed, task.options)
     except TaskError:
         raise
     except Exception as error:  # theirs, whatever it is; the run cannot do without it
         raise TaskError(f"task.prompts={task.prompts}: {described(error, caller=__file__)}") from error
-    if not isinstance(items, Sequence) or not all(isinstance(item, Item) for item in items):
-        raise TaskError(f"task.prompts: {task.prompts} did not return a list of tasks.prompts.Item")
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        raise TaskError(
+            f"task.prompts: {task.prompts} returned {type(items).__name__}, where a list of Item is expected"
+        )
+    for index, item in enumerate(items):
+        if not isinstance(item, Item):
+            raise TaskError(
+                f"task.prompts: item {index} of {task.prompts} ({split}) is {type(item).__name__}, "
+                "where tasks.prompts.Item is expected"
+            )
+        for name in ("text", "reference"):
+            if wrong := _no_text(getattr(item, name)):
+                raise TaskError(f"task.prompts: {name} of item {index} of {task.prompts} ({split}) {wrong}")
     return items
 
 
@@ -94,10 +108,23 @@ def _knows(tokenizer: Any) -> str:
     return f", which knows '{characters}'" if characters and len(vocabulary) <= _SMALL_VOCABULARY else ""
 
 
+def _no_text(value: object) -> str:
+    """Why ``value`` cannot be tokenised and sent as a text; empty if it can."""
+    if not isinstance(value, str):
+        return f"is {type(value).__name__}, where str is expected: {repr(value)[:60]}"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        place = slice(error.start, error.end)
+        return f"has half a surrogate pair at character {error.start}, which is no text: {value[place]!r}"
+    return ""
+
+
 class PromptFeed:
     """The prompts of a run, in order.
 
-    Raises TaskError at construction when fewer than ``rollout.groups_per_step`` items are usable.
+    Raises TaskError at construction for an item that is no text, and when fewer than ``rollout.groups_per_step`` items
+    are usable.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from broker.config import StrictModel
+from broker.config import Bytes, Seconds, StrictModel
 
 
 class WeightsSyncConfig(StrictModel):
@@ -19,9 +19,9 @@ class WeightsSyncConfig(StrictModel):
     wire_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="what the weights travel in; bfloat16 halves the bytes and rounds"
     )
-    bucket_bytes: int = Field(64 << 20, ge=1 << 10, description="size of one transfer")
-    sync_timeout_s: float = Field(30.0, gt=0, description="deadline of every wait of one transfer")
-    no_generator_timeout_s: float = Field(300.0, gt=0, description="how long the learner goes on without any receiver")
+    bucket_bytes: Bytes = Field(64 << 20, ge=1 << 10, description="size of one transfer")
+    sync_timeout_s: Seconds = Field(30.0, description="deadline of every wait of one transfer")
+    no_generator_timeout_s: Seconds = Field(300.0, description="how long the learner goes on without any receiver")
     on_update: Literal["keep", "recompute"] = Field("keep", description="KV cache of running requests at a swap")
     verify_load: Literal["first", "always", "never"] = Field(
         "first", description="digest what the engine computes with"

@@ -4,9 +4,33 @@ local function same(a, b)
   return a.state == b.state and a.version == b.version and a.incarnation == b.incarnation and a.error == b.error
 end
 
+-- Whether a newer process has taken this one's id; else its own taking is noted (broker/roster.py).
+local function replaced_life(member_id, before, life)
+  if not before or cmsgpack.unpack(before).life == life then
+    return false
+  end
+  local packed = redis_at('HGET', 'replaced', member_id)
+  local replaced = packed and cmsgpack.unpack(packed) or {}
+  for _, one in ipairs(replaced) do
+    if one == life then
+      return true
+    end
+  end
+  table.insert(replaced, cmsgpack.unpack(before).life)
+  if #replaced > 4 then
+    table.remove(replaced, 1)
+  end
+  redis_at('HSET', 'replaced', member_id, cmsgpack.pack(replaced))
+  return false
+end
+
 function calls.Report()
   local member_id, shown = args.member_id, args.shown
   local before = redis_at('HGET', 'shown', member_id)
+  if replaced_life(member_id, before, shown.life) then
+    local text = 'another process has joined as %s since: give every generator an --id of its own'
+    return refused(string.format(text, member_id))
+  end
   local leaves_quietly = shown.state == 'gone' and shown.error == ''
   for _, name in ipairs({ 'members', 'shown' }) do
     redis_at('HDEL', name, member_id)
@@ -15,6 +39,8 @@ function calls.Report()
   redis_at('ZREM', 'gone', member_id)
   if not leaves_quietly then
     redis_at('HSET', 'members', member_id, ARGV[payload])
+  else
+    redis_at('HDEL', 'replaced', member_id)
   end
   if shown.state ~= 'gone' then
     redis_at('HSET', 'shown', member_id, cmsgpack.pack(shown))

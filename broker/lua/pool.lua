@@ -96,6 +96,7 @@ local function keep_gone(member_id, shown)
     local oldest = redis_at('ZPOPMIN', 'gone')[1]
     redis_at('HDEL', 'members', oldest)
     redis_at('HDEL', 'shown', oldest)
+    redis_at('HDEL', 'replaced', oldest)
   end
 end
 

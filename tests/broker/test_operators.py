@@ -11,8 +11,8 @@ import pytest
 from broker import calls
 from broker.codec import encode
 from broker.contract import Broker, PushOutcome
-from broker.errors import BufferFull
-from broker.messages import Batch, Frontier, Lease, Publication
+from broker.errors import BufferFull, Refused
+from broker.messages import Batch, Frontier, Lease, Member, MemberState, Publication
 
 LONG_S = 30.0
 
@@ -187,3 +187,58 @@ def test_no_incarnation_is_given_twice_even_by_a_broker_that_has_forgotten_them(
     (one,) = lease(broker, 1, version=5, incarnation=7)
     assert broker.push(make.group(one, ((6, 4),), incarnation=2)) is PushOutcome.ABANDONED
     assert broker.open_run(rules=make.rules(), version=5, frontier=Frontier(base=3), after=2) == 8
+
+
+def test_of_two_processes_with_one_id_the_newer_is_the_member_and_the_older_is_told(hub: Any, make: Any) -> None:
+    broker = opened(hub, make)
+
+    def report(life: str, state: MemberState = MemberState.SERVING, error: str = "") -> None:
+        broker.report(
+            Member(
+                member_id="g",
+                role="generator",
+                state=state,
+                policy_version=0,
+                incarnation=0,
+                host="h",
+                pid=1,
+                error=error,
+                life=life,
+            )
+        )
+
+    report("first")
+    report("first")
+    report("second")  # a restart after SIGKILL looks the same, and must not wait for the old heartbeat to end
+    for state in (MemberState.SERVING, MemberState.GONE):
+        with pytest.raises(Refused, match=r"another process has joined as g.*--id"):
+            report("first", state)
+    (member,) = broker.state().members
+    assert (member.life, member.state) == ("second", MemberState.SERVING)
+    report("second", MemberState.GONE, "lost its device")
+    report("third")
+    with pytest.raises(Refused):
+        report("second")
+
+
+@pytest.mark.parametrize(
+    "senseless",
+    [
+        {"lease_timeout_s": float("nan")},
+        {"member_timeout_s": float("inf")},
+        {"lease_timeout_s": 0.0},
+        {"groups_per_step": 0},
+        {"max_attempts": 0},
+        {"max_buffer_bytes": 0},
+        {"max_staleness": -1},
+        {"on_stale": "discard"},
+    ],
+    ids=range(8),
+)
+def test_rules_that_no_run_can_have_are_refused(hub: Any, make: Any, senseless: dict[str, Any]) -> None:
+    broker: Broker = hub.client()
+    with pytest.raises(Refused):
+        broker.open_run(rules=make.rules(**senseless), version=0, frontier=Frontier())
+    with pytest.raises(Refused, match="started"):
+        broker.open_run(rules=make.rules(), version=0, frontier=Frontier(), after=1 << 62)
+    assert broker.state().incarnation == -1

@@ -39,6 +39,7 @@ from broker.redis_backend import RedisBroker
 from broker.store import Store
 
 EXAMPLES = 2000
+IMPATIENT = BrokerConfig(push_timeout_s=1e-6)  # a full buffer is said at once
 
 small = st.integers(0, 3)
 namespaces = itertools.count()
@@ -48,7 +49,7 @@ class Durable(LocalBroker):
     """The ledger as the ZeroMQ server has it: what a call has changed is in the file before the call returns."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float], token: Callable[[], str]) -> None:
-        super().__init__(clock=clock, token=token)
+        super().__init__(IMPATIENT, clock=clock, token=token)
         self.store = Store(folder)
         self.store.load(self.ledger, clock())
 
@@ -68,8 +69,9 @@ class Triplets(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.batches: list[BatchHead] = []
         self.url, self.folder, self.lives = url, folder / str(next(namespaces)), 0
+        self.crashes = 0
         self.tokens = [itertools.count(), itertools.count(), itertools.count()]
-        self.local = LocalBroker(clock=self.clock, token=self.token_of(0))
+        self.local = LocalBroker(IMPATIENT, clock=self.clock, token=self.token_of(0))
         self.durable_one = self.new_durable()
         self.redis = self.new_redis()
 
@@ -83,8 +85,8 @@ class Triplets(RuleBasedStateMachine):
         return Durable(self.folder / str(self.lives), clock=self.clock, token=self.token_of(1))
 
     def new_redis(self) -> RedisBroker:
-        config = BrokerConfig(backend="redis", namespace=f"parity{self.folder.name}.{self.lives}")
-        return RedisBroker(config, self.url, clock=self.clock, token=self.token_of(2))
+        names = {"backend": "redis", "namespace": f"parity{self.folder.name}.{self.lives}"}
+        return RedisBroker(IMPATIENT.model_copy(update=names), self.url, clock=self.clock, token=self.token_of(2))
 
     def all(self, call: Callable[[Any], Any]) -> Any:
         results = [outcome(call, broker) for broker in (self.local, self.durable_one, self.redis)]
@@ -95,6 +97,7 @@ class Triplets(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """Of every broker that keeps its state; then the generators say what they work on, as they do every second."""
+        self.crashes += 1
         self.durable_one.store.close()
         self.durable_one = self.new_durable()
         raw = redis.Redis.from_url(self.url)
@@ -104,7 +107,7 @@ class Triplets(RuleBasedStateMachine):
         self.redis.close()
         self.redis = self.new_redis()
         for who in "ab":
-            self.report(who, MemberState.SERVING, "", len(self.leases))
+            self.report(who, MemberState.SERVING, "", len(self.leases), "x")
 
     @rule(base=st.integers(0, 6), beyond=st.sets(st.integers(0, 16), max_size=3))
     def amnesia(self, base: int, beyond: set[int]) -> None:
@@ -113,7 +116,7 @@ class Triplets(RuleBasedStateMachine):
         self.local.close()
         self.durable_one.store.close()
         self.redis.close()
-        self.local = LocalBroker(clock=self.clock, token=self.token_of(0))
+        self.local = LocalBroker(IMPATIENT, clock=self.clock, token=self.token_of(0))
         self.durable_one, self.redis = self.new_durable(), self.new_redis()
         self.all(lambda broker: broker.take_batch(version=self.version, wait_s=0))
         self.open(Frontier(base=base, beyond=tuple(sorted(beyond))), self.incarnation - 1)
@@ -294,8 +297,9 @@ class Triplets(RuleBasedStateMachine):
         state=st.sampled_from(list(MemberState)),
         error=st.sampled_from(["", "lost its device"]),
         renewed=st.integers(0, 3),
+        life=st.sampled_from("xxxyz"),
     )
-    def report(self, who: str, state: MemberState, error: str, renewed: int) -> None:
+    def report(self, who: str, state: MemberState, error: str, renewed: int, life: str) -> None:
         leases = tuple(lease.lease_id for lease in self.leases[-renewed:]) if renewed else ()
         member = Member(
             member_id=who,
@@ -307,12 +311,13 @@ class Triplets(RuleBasedStateMachine):
             pid=1,
             leases=leases,
             error=error,
+            life=f"{life}{self.crashes}",  # a broker that came back does not know who replaced whom
         )
         self.all(lambda broker: broker.report(member))
 
     @rule(who=st.sampled_from("ab"), error=st.sampled_from(["", "lost its device"]))
     def leave(self, who: str, error: str) -> None:
-        self.report(who, MemberState.GONE, error, 0)
+        self.report(who, MemberState.GONE, error, 0, "x")
 
     @rule(step=st.integers(0, 1), foreign=st.booleans())
     def publish(self, step: int, foreign: bool) -> None:

@@ -14,9 +14,9 @@ def test_every_preset_loads(name: str) -> None:
 
 
 def test_an_override_wins_over_the_file() -> None:
-    config = load("quickstart", ["learner.total_steps=7", "experiment=a/b", "generator.extra_engine_args.x=true"])
+    config = load("quickstart", ["learner.total_steps=7", "experiment=a-b", "generator.extra_engine_args.x=true"])
     assert config.learner.total_steps == 7
-    assert config.experiment == "a/b"
+    assert config.experiment == "a-b"
     assert config.generator.extra_engine_args == {"x": True}
 
 
@@ -51,7 +51,7 @@ def test_an_empty_value_is_the_empty_text() -> None:
         ("seed=1.5", ["seed=1.5", "expected an integer"]),
         ("learner.ranks=true", ["learner.ranks=true", "expected an integer"]),
         ("learner.optim.lr=fast", ["learner.optim.lr", "expected a number"]),
-        ("learner.optim.lr=.nan", ["learner.optim.lr", "greater than or equal to 0"]),
+        ("learner.optim.lr=.nan", ["learner.optim.lr", "expected a finite number"]),
         ("model.tie_word_embeddings=yes", ["model.tie_word_embeddings", "expected true or false"]),
         ("rollout.on_stale=keep", ["rollout.on_stale", "'mask' or 'drop'"]),
         ("rollout=3", ["rollout=3", "expected a section"]),
@@ -78,12 +78,66 @@ def test_all_problems_are_told_at_once_one_line_each() -> None:
     assert len(str(caught.value).splitlines()) == 3
 
 
-@pytest.mark.parametrize("text", ["seed: 1\nseed: 2", "- 1", "a: [", "seed: \x00"])
-def test_a_file_that_cannot_be_read_is_named(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"seed: 1\nseed: 2",
+        b"- 1",
+        b"[]",
+        b"0",
+        b"a: [",
+        b"seed: \x00",
+        b"experiment: \xff\xfe",
+        b"task: &x {options: *x}",
+        b"seed: !!binary aGVsbG8=",
+        b"seed: !!int abc",
+        b"seed: " + b"9" * 5000,
+        b"[" * 3000,
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.yaml"):
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.yaml: .") as caught:
         load(file)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=&x [*x]",
+        "seed=!!binary aGVsbG8=",
+        "seed=!!int abc",
+        "seed=" + "[" * 3000 + "]" * 3000,
+        "seed=" + "9" * 5000,
+        "experiment=\udcff",
+        "experiment\udcff=1",
+        "a." * 3000 + "b=1",
+        "task.options.x=" + "[" + "x, " * 3000 + "]",
+    ],
+)
+def test_an_override_that_cannot_be_read_is_named_with_the_reason(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("quickstart", [override])
+    told = str(caught.value)
+    assert override.partition("=")[0][:30].partition("\udcff")[0] in told
+    assert "\n" not in told
+    assert len(told) < 900
+    told.encode()
+
+
+def test_a_path_that_no_file_can_have_is_refused_and_clipped(tmp_path: Path) -> None:
+    for path in ("x" * 5000, f"{tmp_path}/{'x' * 5000}", "a/" * 5000):
+        with pytest.raises(ConfigError, match="configuration file '") as caught:
+            load(path)
+        assert len(str(caught.value)) < 500
+
+
+def test_an_empty_file_means_all_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("# nothing set\n")
+    assert load(file) == RunConfig()
 
 
 def test_a_missing_file_names_the_presets() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 
 FOREVER = threading.Event()
@@ -61,3 +62,31 @@ def divides(text: str, answer: str, reference: str) -> float:
 
 async def divides_later(text: str, answer: str, reference: str) -> float:
     return 1 / len("")
+
+
+def exits(text: str, answer: str, reference: str) -> float:
+    sys.exit("done")
+
+
+def interrupts(text: str, answer: str, reference: str) -> float:
+    raise KeyboardInterrupt
+
+
+def cancels(text: str, answer: str, reference: str) -> float:
+    raise asyncio.CancelledError
+
+
+async def exits_later(text: str, answer: str, reference: str) -> float:
+    sys.exit("done")
+
+
+async def interrupts_later(text: str, answer: str, reference: str) -> float:
+    raise KeyboardInterrupt
+
+
+async def cancels_later(text: str, answer: str, reference: str) -> float:
+    raise asyncio.CancelledError
+
+
+def exits_in_disguise(text: str, answer: str, reference: str) -> object:
+    return exits_later(text, answer, reference)

@@ -61,6 +61,32 @@ def test_an_exception_of_any_kind_fails_this_answer_alone() -> None:
     assert "StopIteration: no idea" in str(results[1])
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["exits", "interrupts", "cancels", "exits_later", "interrupts_later", "cancels_later", "exits_in_disguise"],
+)
+def test_a_reward_that_wants_to_end_the_process_fails_at_once_and_alone(name: str) -> None:
+    async def score() -> Score:
+        with pytest.raises(RewardFailed, match=rf"reward '{name}': (SystemExit|KeyboardInterrupt|CancelledError)"):
+            await scorer(name, timeout_s=60.0).score(prompt=prompt(), answer="")
+        return await scorer("one").score(prompt=prompt(), answer="")
+
+    began = time.monotonic()
+    assert asyncio.run(score()).reward == 1.0
+    assert time.monotonic() - began < 5.0
+
+
+def test_scoring_that_is_called_off_is_cancelled_and_no_failure() -> None:
+    async def score() -> None:
+        scoring = asyncio.create_task(scorer("later", "hangs_on_bad").score(prompt=prompt(), answer="good"))
+        await asyncio.sleep(0.05)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+
+    asyncio.run(score())
+
+
 def test_c88_a_reward_that_hangs_costs_its_own_answer_and_not_the_others() -> None:
     subject = scorer("hangs_on_bad", timeout_s=0.2)
     results = asyncio.run(score_all(subject, ["good"] * 15 + ["bad"] + ["good"] * 15))
@@ -90,11 +116,6 @@ def test_what_is_not_a_finite_number_is_a_failure(name: str) -> None:
 def test_a_reward_that_is_not_there_is_named_with_what_is_near() -> None:
     with pytest.raises(TaskError, match=r"task\.rewards\.x: .*did you mean 'half'"):
         Scorer(TaskConfig(rewards={"x": f"{REWARDS}:halv"}), timeout_s=1.0)
-
-
-def test_a_weight_without_a_reward_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"task\.weights: other"):
-        Scorer(TaskConfig(rewards={"one": f"{REWARDS}:one"}, weights={"other": 1.0}), timeout_s=1.0)
 
 
 @pytest.mark.parametrize("name", ["divides", "divides_later"])

@@ -1,5 +1,6 @@
 """The command line."""
 
+import errno
 import subprocess
 import sys
 from importlib.metadata import version
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from configs.load import load
 from launch import cli
+from launch.run_folder import explain
 
 
 def slipstream(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -36,6 +39,60 @@ def test_a_generator_without_a_broker_is_told_how_to_name_one(tmp_path: Path) ->
     assert done.returncode == 2
     assert "broker.url=tcp://HOST:PORT" in done.stderr
     assert "SLIPSTREAM_BROKER_URL" in done.stderr
+
+
+def refuses_folder(folder: str, *command: str) -> None:
+    done = slipstream(*command, f"output_dir={folder}")
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert f"output_dir={folder}: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x", "/sys", "file", "file/x", "x" * 5000])
+def test_an_output_folder_that_cannot_be_is_named_with_the_reason(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refuses_folder(place if place.startswith("/") else f"{tmp_path}/{place}", "up")
+
+
+def test_a_broker_names_an_output_folder_that_cannot_be() -> None:
+    refuses_folder("/proc/x", "broker")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [["up", "launch.mode=serial", "generator.engine=transformers"], ["learner"], ["generator"]]
+)
+def test_every_role_names_an_output_folder_that_cannot_be(command: list[str]) -> None:
+    refuses_folder("/proc/x", *command, "learner.ranks=1", "broker.url=tcp://127.0.0.1:9")
+
+
+def test_what_is_wrong_inside_a_folder_that_is_there_stays_a_traceback(tmp_path: Path) -> None:
+    config = load("quickstart", [f"output_dir={tmp_path}"])
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True)
+    missing = FileNotFoundError(errno.ENOENT, "", str(run_dir / "checkpoints" / "x"))
+    elsewhere = PermissionError(errno.EACCES, "", "/somewhere/else")
+    assert explain(missing, config) is explain(elsewhere, config) is explain(OSError(errno.EPIPE, ""), config) is None
+    refused = explain(PermissionError(errno.EACCES, "", str(run_dir / "logs")), config)
+    assert refused == (2, f"output_dir={tmp_path}: Permission denied: {run_dir / 'logs'}")
+
+
+class RustError(Exception):
+    """As safetensors raises it."""
+
+
+@pytest.mark.parametrize(
+    "full", [OSError(errno.ENOSPC, ""), OSError(errno.EDQUOT, "", "x"), RustError("No space left (os error 28)")]
+)
+def test_a_full_disk_is_named_and_exits_with_1(
+    full: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> int:
+        raise full
+
+    monkeypatch.setattr("launch.config_show.run", run)
+    assert cli.main(["config", "show", f"output_dir={tmp_path}"]) == 1
+    assert f"slipstream: output_dir={tmp_path}: " in capsys.readouterr().err
 
 
 def test_the_version_is_the_packages() -> None:

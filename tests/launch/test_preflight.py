@@ -45,12 +45,11 @@ WRONG = [
     ("task.options.length=0", (RUN,), ("task.options", "at least 1")),
     ("task.rewards.exact=tasks.counting:rewrd", (RUN, GENERATOR), ("task.rewards.exact", "did you mean 'reward'")),
     ("task.rewards.exact={dir}/broken.py:reward", (RUN, GENERATOR), ("task.rewards.exact", "no_such_thing_at_all")),
-    ("task.weights.other=1.0", (RUN, GENERATOR), ("task.weights", "other", "exact")),
     ("model.path=/nonexistent", (RUN, LEARNER, GENERATOR), ("model.path", "/nonexistent", "'tiny'", "owner/name")),
     ("model.path={dir}", (RUN, LEARNER, GENERATOR), ("model.path", "no config.json")),
     ("model.path=package:no_such", (RUN, LEARNER, GENERATOR), ("model.path", "not installed")),
     ("model.tiny_hidden_size=48", (RUN, LEARNER, GENERATOR), ("model.tiny_hidden_size", "48", "multiple of 32")),
-    ("learner.checkpoint.resume=banana", (RUN, LEARNER), ("learner.checkpoint.resume=banana", "auto", "never")),
+    ("learner.checkpoint.resume=./banana", (RUN, LEARNER), ("learner.checkpoint.resume=./banana", "auto", "never")),
     ("learner.checkpoint.resume={dir}", (RUN, LEARNER), ("learner.checkpoint.resume=", "complete.json")),
 ]
 CASES = [(setting, role, parts) for setting, roles, parts in WRONG for role in roles]

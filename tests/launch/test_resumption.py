@@ -16,7 +16,7 @@ from broker.serve import serve
 from configs.load import load
 from configs.run import RunConfig
 from launch.cli import main
-from launch.resumption import completed, going_on, standing
+from launch.resumption import going_on, standing
 from launch.run_folder import keep_config
 from learners import lineage
 from learners.checkpoint import Checkpoints
@@ -100,10 +100,18 @@ def test_a_run_that_starts_anew_has_nothing_to_say(tmp_path: Path) -> None:
     assert going_on(config, standing(config)) == []
 
 
-def test_what_is_said_of_a_shorter_run_is_true_as_well(tmp_path: Path) -> None:
-    trained(config_of(tmp_path))
-    config = config_of(tmp_path, "learner.total_steps=5")
-    assert f"{STEPS} of 5 steps" in completed(config, standing(config))
+@pytest.mark.parametrize("command", [["up"], ["up", "launch.mode=serial"], ["learner", "broker.url=tcp://127.0.0.1:9"]])
+def test_a_run_shorter_than_its_checkpoint_is_refused_and_nothing_changes(command: list[str], tmp_path: Path) -> None:
+    run_dir = trained(config_of(tmp_path))
+    before = look(run_dir)
+    settings = [*command, "-c", "quickstart", f"output_dir={tmp_path}", "learner.total_steps=5"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "launch.cli", *settings], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert f"learner.total_steps=5: {run_dir}/checkpoints/step_000007 is of step {STEPS} already" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert look(run_dir) == before
 
 
 @pytest.fixture

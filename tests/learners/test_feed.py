@@ -258,3 +258,24 @@ def test_a_broker_that_lost_its_memory_is_fed_again_and_every_item_is_trained_on
     state = bench.generator.state()
     assert (state.version, state.incarnation) == (4, feed.incarnation)
     assert feed.frontier == Frontier(base=8)
+
+
+def test_a_loss_that_is_noticed_a_second_time_opens_no_further_incarnation(bench: Bench) -> None:
+    """Else generators and publisher, who know the first one's number, would wait for ever."""
+    bench.total = 12
+    feed = bench.open()
+    with bench.ledger._changed:
+        bench.ledger.ledger.__init__()  # type: ignore[misc]
+        bench.ledger._changed.notify_all()
+    seen: list[int] = []
+    for version in range(3):
+        deadline = time.monotonic() + 10.0
+        while (batch := feed.take(version, 0.1)) is None:
+            assert time.monotonic() < deadline
+            bench.answer(B, wait_s=0.0)
+        seen += positions(batch)
+        feed._tell(lost=True)  # the feed's own thread, whose answer from the broker without memory came late
+        feed.trained(version + 1)
+        state = bench.generator.state()
+        assert (state.version, state.incarnation) == (version + 1, feed.incarnation)
+    assert len(set(seen)) == 3 * B

@@ -154,11 +154,46 @@ def test_an_evaluation_round_is_greedy_and_named_by_its_version(file: Path) -> N
     assert [p.text for p in first] == [p.text for p in again] == [f"{p.reference}?" for p in first]
 
 
-def test_something_else_than_items_is_refused(file: Path) -> None:
-    with pytest.raises(TaskError, match=r"task\.prompts: .*tasks\.prompts\.Item"):
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ('["text"]', "item 0 of .* is str, where tasks.prompts.Item"),
+        ('"text"', "returned str, where a list of Item"),
+        ("iter([])", "where a list of Item"),
+        ("None", "returned NoneType, where a list"),
+    ],
+)
+def test_something_else_than_items_is_refused(returned: str, told: str, file: Path) -> None:
+    file.write_text(SET.replace('["text"]', returned))
+    with pytest.raises(TaskError, match=rf"task\.prompts: .*{told}"):
         PromptFeed(
             task=TaskConfig(prompts=f"{file}:wrong"), rollout=RolloutConfig(), tokenizer=character_tokenizer(), seed=0
         )
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        ('text="5\\ud800", reference="5"', "text of item 5 .* has half a surrogate pair at character 1"),
+        ('text="5", reference="\\udfff"', "reference of item 5 .* has half a surrogate pair at character 0"),
+        ('text=5, reference="5"', "text of item 5 .* is int, where str is expected: 5"),
+        ('text=None, reference="5"', "text of item 5 .* is NoneType, where str is expected"),
+        ('text=b"5", reference="5"', "text of item 5 .* is bytes, where str is expected"),
+        ('text="5", reference=5', "reference of item 5 .* is int, where str is expected"),
+        ('text="5", reference=None', "reference of item 5 .* is NoneType, where str is expected"),
+    ],
+)
+def test_one_bad_prompt_is_named_by_its_place_and_its_field(item: str, told: str, split: str, file: Path) -> None:
+    file.write_text(
+        f"{SET}\n_good = prompts\n\ndef prompts(split, seed, options):\n"
+        f"    items = _good(split, seed, options)\n"
+        f"    if split == {split!r}:\n        items[5] = Item({item})\n    return items\n"
+    )
+    with pytest.raises(TaskError, match=rf"task\.prompts: {told}") as caught:
+        feed(file).eval_prompts(0)
+    assert split in str(caught.value)
+    str(caught.value).encode()
 
 
 TEMPLATE = (
