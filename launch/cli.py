@@ -5,14 +5,16 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 SIGINT, 143 SI
 
 from __future__ import annotations
 
-import argparse
-import importlib
+# Only what the interpreter has loaded anyway: everything else is imported below ``main``, where Ctrl-C is quiet.
+import os
+import signal
 import sys
-from collections.abc import Sequence
 
-from broker.errors import SlipstreamError
-from configs.presets import DEFAULT, presets
-from launch.signals import Stopped
+TYPE_CHECKING = False  # typing's own costs its import
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+    from types import FrameType
 
 # name -> (module, or module:function, help); the function, by default ``run``, takes args and returns the exit code.
 # Imported when chosen: torch takes seconds, --help must not.
@@ -27,18 +29,23 @@ _COMMANDS = {
     "doctor": ("launch.doctor", "check this machine, and name the fix"),
 }
 
-_PRESETS = f"default: {DEFAULT}; presets: {', '.join(presets())}"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    _interruptible(quietly=True)
     args = arguments(argv)
+    from importlib import import_module
+
+    from broker.errors import SlipstreamError
     from configs.load import ConfigError  # pydantic: not for --help and --version
+    from launch.signals import Stopped
     from tasks.loading import TaskError
 
     try:
         module, _, function = _COMMANDS[args.command][0].partition(":")
-        return int(getattr(importlib.import_module(module), function or "run")(args))
+        run = getattr(import_module(module), function or "run")
+        _interruptible(quietly=False)
+        return int(run(args))
     except (ConfigError, TaskError) as error:  # a setting is wrong: trying again does not help
         for line in str(error).splitlines():  # one a problem, and each of them ours
             print(f"slipstream: {line}", file=sys.stderr)
@@ -55,9 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"slipstream: {told[1]}", file=sys.stderr)
         return told[0]
+    finally:
+        _interruptible(quietly=True)
+
+
+def _interruptible(*, quietly: bool) -> None:
+    """What Ctrl-C does: end the process at once, while it has nothing to close, or interrupt the command, which closes
+    what it has opened. Commands with a watch of their own (launch/signals.py) and nohup keep what they have set."""
+    quiet, loud = _end, signal.default_int_handler
+    if signal.getsignal(signal.SIGINT) is (loud if quietly else quiet):
+        signal.signal(signal.SIGINT, quiet if quietly else loud)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    os._exit(128 + signum)
 
 
 def _about_a_folder(error: Exception, args: argparse.Namespace) -> tuple[int, str] | None:
+    from broker.errors import SlipstreamError
     from configs.load import load
     from launch.run_folder import explain
 
@@ -85,8 +107,13 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
+    import argparse
+
+    from configs.presets import DEFAULT, presets
+
+    offered = f"default: {DEFAULT}; presets: {', '.join(presets())}"
     top = argparse.ArgumentParser(
-        prog="slipstream", description="Asynchronous, decoupled RL post-training for LLMs", epilog=f"CONFIG: {_PRESETS}"
+        prog="slipstream", description="Asynchronous, decoupled RL post-training for LLMs", epilog=f"CONFIG: {offered}"
     )
     top.add_argument("--version", action="version", version=f"slipstream {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -102,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
         if name == "requeue":
             command.add_argument("--all-dead", action="store_true", help="all of them; else name the items")
         command.add_argument(
-            "-c", "--config", default=DEFAULT, metavar="CONFIG", help=f"a preset's name or a YAML file ({_PRESETS})"
+            "-c", "--config", default=DEFAULT, metavar="CONFIG", help=f"a preset's name or a YAML file ({offered})"
         )
         command.add_argument(
             "overrides",

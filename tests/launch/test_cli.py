@@ -95,6 +95,55 @@ def test_a_full_disk_is_named_and_exits_with_1(
     assert f"slipstream: output_dir={tmp_path}: " in capsys.readouterr().err
 
 
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+from launch.cli import main
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+for name in [name for name in sys.modules if name == sys.argv[1]]:
+    del sys.modules[name]
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("module", ["argparse", "broker.errors", "configs.load", "pydantic", "launch.config_show"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_traceback(module: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, module, "config", "show"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_that_is_ignored_stays_ignored() -> None:
+    script = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{INTERRUPTED}"
+    command = [sys.executable, "-c", script, "configs.load", "config", "show"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_in_a_command_lets_it_close_what_it_has_opened() -> None:
+    script = """
+import os, signal, sys
+import launch.config_show
+from launch.cli import main
+
+def run(args):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print("closed", flush=True)
+
+launch.config_show.run = run
+sys.exit(main(["config", "show"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "closed\n", "")
+
+
 def test_the_version_is_the_packages() -> None:
     done = slipstream("--version")
     assert (done.returncode, done.stdout) == (0, f"slipstream {version('slipstream')}\n")

@@ -106,8 +106,8 @@ def test_c122_no_secret_is_in_any_argument_log_or_file_that_people_share(
         # A stranger, whose error must not say what it tried.
         wrong = slipstream("ledger", *settings, SLIPSTREAM_BROKER_URL="redis://:hunter2@127.0.0.1:1/0")
         assert wrong.returncode == 1
+        secret_words = secrets_of(run_dir)  # before the end, which takes them away
         broker_process.send_signal(signal.SIGTERM)
-        secret_words = secrets_of(run_dir)
         told += broker_process.communicate(timeout=10.0)[0]
     assert len(secret_words) == secrets and all(len(word) > 16 for word in secret_words)
     shared = [told, asked.stdout, asked.stderr, shown.stderr, shown.stdout, wrong.stdout, wrong.stderr]

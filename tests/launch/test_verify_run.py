@@ -52,3 +52,58 @@ def test_a_run_that_broke_one_is_named(
 def test_a_run_that_never_began_fails(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(show.render(load("quickstart")))
     assert main([str(tmp_path), "--max-staleness", "1"]) == 1
+
+
+def test_the_bound_is_the_runs_own_unless_another_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(tmp_path, oldest=2)
+    assert main([str(run)]) == 1
+    assert "oldest trained token 2 versions, at most 1" in capsys.readouterr().out
+    assert main([str(run), "--max-staleness", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b"5",
+        b"[]",
+        b"null",
+        b'"step"',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"step": null, "reward_mean": 1, "staleness_max": 0}',
+        b'{"step": "21", "reward_mean": 1, "staleness_max": 0}',
+        b'{"step": NaN, "reward_mean": 1, "staleness_max": 0}',
+        b'{"step": Infinity, "reward_mean": 1, "staleness_max": 0}',
+        b'{"step": 21, "reward_mean": null, "staleness_max": 0}',
+        b'{"step": 21, "reward_mean": 1}',
+        b'{"step": 1' + b"0" * 400 + b', "reward_mean": 1, "staleness_max": 0}',
+        b'{"step": 1' + b"0" * 5000 + b', "reward_mean": 1, "staleness_max": 0}',
+    ],
+)
+def test_a_line_that_is_no_step_is_a_claim_that_fails(
+    line: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(tmp_path)
+    with (run / "logs" / "metrics.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    assert main([str(run)]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_no_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "endless").mkdir()
+    endless = show.render(load("quickstart")).replace("total_steps: 200", "total_steps: 1000000000000")
+    (tmp_path / "endless" / "config.yaml").write_text(endless)
+    for name in ("nowhere", "file", "endless", "x" * 5000, "."):
+        assert main([str(tmp_path / name)]) == 2
+        assert "is no run that can be judged: " in capsys.readouterr().err
+
+
+def test_a_run_with_very_many_steps_is_judged_without_counting_them_up(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    (run / "config.yaml").write_text(show.render(load("quickstart", ["learner.total_steps=1000000000"])))
+    assert main([str(run)]) == 1
