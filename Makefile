@@ -6,7 +6,7 @@ GSM8K ?= $(firstword $(wildcard data/gsm8k ../shared/data/gsm8k) data/gsm8k)
 export HF_HUB_OFFLINE ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
 
-.PHONY: demo test check real lint clean clean-venv
+.PHONY: demo test check real lint docs clean clean-venv
 
 demo: $(VENV)/.ready  ## a whole asynchronous run on this CPU, a few minutes
 	$(BIN)/slipstream up -c configs/quickstart.yaml learner.checkpoint.resume=never $(ARGS)
@@ -25,6 +25,9 @@ lint: $(VENV)/.ready  ## lint, format, strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready  ## docs/configuration.md, from the models that check a configuration
+	$(BIN)/python -P -m configs.reference > docs/configuration.md
 
 # Stamped: made once, and again when the pins or the project's own metadata change.
 $(VENV)/.ready: requirements/cpu.txt pyproject.toml

@@ -15,9 +15,9 @@ from pydantic_core import ErrorDetails
 from broker.address import without_password
 from broker.errors import SlipstreamError
 from configs import dialect
+from configs.presets import PRESETS, presets
 from configs.run import RunConfig
 
-PRESETS = Path(__file__).parent
 _DEEPEST = 10  # parts of a key; the deepest section has three
 _WIDTH = 300  # characters of a message that a file or a command line fills
 
@@ -91,11 +91,6 @@ def find(path: Path | str) -> Path:
         return PRESETS / file.name  # configs/<preset>.yaml, from whatever directory
     names = ", ".join(presets())
     raise ConfigError(f"no configuration file {_clipped(str(path))!r}; presets: {names}")
-
-
-def presets() -> list[str]:
-    """Names of the presets that come with the project."""
-    return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
 def _apply(values: dict[str, object], override: str) -> None:

@@ -20,18 +20,23 @@ _NAME = re.compile(r"\w[\w.+=,@-]*")  # of a folder of its own: no path, nothing
 class LaunchConfig(StrictModel):
     """How `slipstream up` runs the roles."""
 
-    mode: Literal["processes", "serial"] = "processes"
+    mode: Literal["processes", "serial"] = Field(
+        "processes",
+        description="processes: each role its own; serial: all in one, for debugging (one rank, transformers)",
+    )
     stop_timeout_s: Seconds = Field(8.0, description="from the first signal to SIGKILL")
     watchdog_s: Seconds = Field(300.0, description="without progress for this long, the run ends with the reason")
 
 
 class RunConfig(StrictModel):
-    """One run. Presets are YAML files beside this one."""
+    """One run: its names, and a section for each part of it."""
 
-    project: str = "slipstream"
-    experiment: str = "default"
-    output_dir: str = Field("outputs", min_length=1)
-    seed: int = Field(0, ge=0, lt=1 << 31, description="numpy, torch and vLLM take no other")
+    project: str = Field("slipstream", description="first part of the run's folder")
+    experiment: str = Field("default", description="second part of the run's folder; another name is another run")
+    output_dir: str = Field(
+        "outputs", min_length=1, description="where the run's folder <output_dir>/<project>/<experiment> is"
+    )
+    seed: int = Field(0, ge=0, lt=1 << 31, description="of the initial tiny model, the prompts' order and the sampling")
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -12,17 +12,19 @@ from broker.config import Bytes, Count, Seconds, StrictModel
 class GeneratorConfig(StrictModel):
     """One generator process: its engine and how much it takes on at once."""
 
-    engine: Literal["vllm", "transformers"] = "vllm"
-    device: Literal["cpu", "cuda"] = "cpu"
+    engine: Literal["vllm", "transformers"] = Field(
+        "vllm", description="transformers is slower and needs nothing compiled"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where it computes")
     count: int = Field(2, ge=0, le=1024, description="generators that `slipstream up` starts")
     groups_in_flight: Count = Field(8, description="leases held at once")
-    max_num_seqs: Count = 64
-    tensor_parallel_size: int = Field(1, ge=1, le=1024)
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    max_num_seqs: Count = Field(64, description="completions that the engine samples at once")
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="GPUs of one engine")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="part of a GPU's memory that vLLM takes")
     kv_cache_bytes: Bytes = Field(256 << 20, ge=1, description="KV cache on CPU")
-    enforce_eager: bool = True
+    enforce_eager: bool = Field(True, description="vLLM without compilation or CUDA graphs")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of the engine")
-    reward_timeout_s: Seconds = 10.0
+    reward_timeout_s: Seconds = Field(10.0, description="of one reward call; beyond it the completion has failed")
     max_failed_groups: Count = Field(20, description="failures in a row after which the generator gives up")
     extra_engine_args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="passed to vLLM as they are"

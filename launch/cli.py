@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _interruptible(quietly=False)
         return int(run(args))
     except (ConfigError, TaskError) as error:  # a setting is wrong: trying again does not help
-        print(f"slipstream: {error}", file=sys.stderr)
+        for line in str(error).splitlines():  # one a problem, and each of them ours
+            print(f"slipstream: {line}", file=sys.stderr)
         return 2
     except SlipstreamError as error:
         print(f"slipstream: {type(error).__name__}: {error}", file=sys.stderr)
@@ -100,7 +101,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     strange = [word for word in rest if word.startswith("-") or "=" not in word]
     if strange:
         grammar.error(f"unrecognized arguments: {' '.join(strange)}")
-    args.overrides.extend(rest)
+    args.overrides = [*args.overrides, *rest]
     return args
 
 
@@ -108,7 +109,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     import argparse
 
-    top = argparse.ArgumentParser(prog="slipstream", description="Asynchronous, decoupled RL post-training for LLMs")
+    from configs.presets import DEFAULT, presets
+
+    offered = f"default: {DEFAULT}; presets: {', '.join(presets())}"
+    top = argparse.ArgumentParser(
+        prog="slipstream", description="Asynchronous, decoupled RL post-training for LLMs", epilog=f"CONFIG: {offered}"
+    )
     top.add_argument("--version", action="version", version=f"slipstream {_version()}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():
@@ -123,10 +129,14 @@ def parser() -> argparse.ArgumentParser:
         if name == "requeue":
             command.add_argument("--all-dead", action="store_true", help="all of them; else name the items")
         command.add_argument(
-            "-c", "--config", default="quickstart", metavar="CONFIG", help="a preset's name or a YAML file"
+            "-c", "--config", default=DEFAULT, metavar="CONFIG", help=f"a preset's name or a YAML file ({offered})"
         )
         command.add_argument(
-            "overrides", nargs="*", metavar="KEY=VALUE", help="settings on top, such as learner.optim.lr=2e-5"
+            "overrides",
+            nargs="*",
+            default=(),  # without one, argparse counts them among the required arguments
+            metavar="KEY=VALUE",
+            help="settings on top, such as learner.optim.lr=2e-5; docs/configuration.md has them all",
         )
     return top
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import queue
 import shutil
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import IO
 
 from broker.address import without_password
 from broker.config import BrokerConfig
@@ -30,6 +32,7 @@ from launch.preflight import check_prompts, check_rewards
 from tasks.prompts import load_items
 
 _START_S = 30.0
+_LINES = 20  # of what was printed during a check that failed
 _DISK_BYTES = 2 << 30
 # What a check can fail with that is about this machine or its settings; anything else is a bug and ends the doctor.
 _FAILURES = (SlipstreamError, EngineDead, NonFiniteLogits, OSError, ImportError, RuntimeError, ValueError, TimeoutError)
@@ -65,16 +68,43 @@ def run(args: argparse.Namespace) -> int:
     passed = 0
     with patient.cleanup:
         for name, check, fix in CHECKS:
-            try:
-                found = check(patient)
-            except _FAILURES as error:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                print(f"FAIL  {name}: {reason}\n      fix: {fix}", flush=True)
-            else:
-                passed += 1
-                print(f"ok    {name}: {found}", flush=True)
+            with tempfile.TemporaryFile() as printed:
+                try:
+                    with _aside(printed):
+                        found = check(patient)
+                except _FAILURES as error:
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())
+                    print(f"FAIL  {name}: {reason}\n{_end_of(printed)}      fix: {fix}", flush=True)
+                else:
+                    passed += 1
+                    print(f"ok    {name}: {found}", flush=True)
     print(f"passed {passed}/{len(CHECKS)}")
     return 0 if passed == len(CHECKS) else 1
+
+
+@contextlib.contextmanager
+def _aside(printed: IO[bytes]) -> Iterator[None]:
+    """Whatever is printed, by libraries and by the processes that they start, goes to a file: it is worth reading only
+    when the check has failed."""
+    kept = {1: os.dup(1), 2: os.dup(2)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        for descriptor in kept:
+            os.dup2(printed.fileno(), descriptor)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for descriptor, before in kept.items():
+            os.dup2(before, descriptor)
+            os.close(before)
+
+
+def _end_of(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    lines = printed.read().decode("utf-8", errors="replace").splitlines()
+    return "".join(f"      | {line}\n" for line in lines[-_LINES:])
 
 
 def versions(patient: Patient) -> str:

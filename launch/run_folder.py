@@ -77,6 +77,15 @@ def keep_config(config: RunConfig) -> Path:
     return path
 
 
+def begin_anew(config: RunConfig) -> None:
+    """Empties what an earlier run of the same name would be taken for: its metrics go, and of its logs one is kept."""
+    run_dir = Path(config.run_dir)
+    for name in ("logs/metrics.jsonl", "logs/eval.jsonl", "reward.png"):
+        (run_dir / name).unlink(missing_ok=True)
+    for log in (run_dir / "logs").glob("*.log"):
+        log.replace(log.with_name(f"{log.name}.1"))
+
+
 def draw(config: RunConfig) -> None:
     """Draws ``reward.png`` from the steps there are."""
     from telemetry.plot import plot_run  # matplotlib: only when there is something to draw

@@ -20,7 +20,7 @@ from launch.environment import placed
 from launch.monitor import Monitor
 from launch.preflight import check_run
 from launch.resumption import Standing, completed, going_on, standing
-from launch.run_folder import LAUNCHER, LEARNER, claim, draw, keep_config
+from launch.run_folder import LAUNCHER, LEARNER, begin_anew, claim, draw, keep_config
 from launch.signals import Stopped
 from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor
 from telemetry.live import LiveView, PlainView, Progress, View
@@ -80,9 +80,8 @@ def prepare(config: RunConfig) -> Path:
     claim(run_dir, LAUNCHER)
     os.close(claim(run_dir, LEARNER))  # a learner that somebody has started by itself
     (run_dir / "logs").mkdir(exist_ok=True)
-    if config.learner.checkpoint.resume == "never":
-        for name in ("logs/metrics.jsonl", "logs/eval.jsonl", "reward.png"):  # of an earlier run with the same names
-            (run_dir / name).unlink(missing_ok=True)
+    if standing(config).checkpoint is None:
+        begin_anew(config)
     keep_config(config)
     return run_dir
 

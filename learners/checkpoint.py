@@ -72,7 +72,8 @@ class Checkpoints:
 
     def set_aside_after(self, version: int) -> None:
         """Renames the checkpoints above ``version``: a run that starts from before them has given them up, and they
-        must be neither resumed from nor counted among those to keep."""
+        must be neither resumed from nor counted among those to keep. Of all that were given up the newest are kept,
+        as many as of the others."""
         if self._rank == 0:
             for _, path in [one for one in self._complete_ones() if one[0] > version]:
                 number = 1
@@ -80,6 +81,7 @@ class Checkpoints:
                     number += 1
                 path.rename(aside)
                 log.warning("the run starts from version %d; %s is now %s", version, path.name, aside)
+            self._forget_given_up()
         self._barrier()
 
     def _complete(self, draft: Path, final: Path, version: int, frontier: Frontier) -> None:
@@ -100,8 +102,14 @@ class Checkpoints:
 
     def _forget_old(self) -> None:
         for _, path in sorted(self._complete_ones(), reverse=True)[self._keep :]:
-            (path / MARKER).unlink()  # first: what is being deleted must not look complete
-            shutil.rmtree(path)
+            _remove(path)
+
+    def _forget_given_up(self) -> None:
+        markers = self._directory.glob(f"given-up-*/{MARKER}")
+        newest_first = sorted(markers, key=lambda marker: marker.stat().st_mtime_ns, reverse=True)
+        for marker in newest_first[self._keep :]:
+            _remove(marker.parent)
+            log.warning("%s is removed: learner.checkpoint.keep = %d", marker.parent, self._keep)
 
     def _complete_ones(self) -> list[tuple[int, Path]]:
         if not self._directory.is_dir():
@@ -123,6 +131,11 @@ def read_checkpoint(path: Path) -> tuple[int, Frontier]:
                 f"{file} is missing or has changed; restore it, or set learner.checkpoint.resume to another checkpoint"
             )
     return int(marker["version"]), Frontier(base=int(marker["base"]), beyond=tuple(map(int, marker["beyond"])))
+
+
+def _remove(path: Path) -> None:
+    (path / MARKER).unlink()  # first: what is being deleted must not look complete
+    shutil.rmtree(path)
 
 
 def _fsync(path: Path) -> None:

@@ -152,8 +152,8 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     """Opens the run and everything that only rank 0 has; ``stack`` closes it, in reverse order."""
     config, prompts = parts.config, parts.prompts()
     metrics, evals = (stack.enter_context(closing(JsonlSink(parts.run_dir / "logs" / name))) for name in _LOGS)
-    metrics.truncate_after(policy.version)
-    evals.truncate_after(policy.version)
+    for sink in (metrics, evals):
+        sink.truncate_after(policy.version or -1)  # at version 0 the run begins anew: nothing in them is of it
     lineage = take_up(parts.run_dir, config.checkpoint.resume)
     feed = parts.open_feed(
         connect=parts.broker,

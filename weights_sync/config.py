@@ -12,12 +12,14 @@ from broker.config import Bytes, Seconds, StrictModel
 class WeightsSyncConfig(StrictModel):
     """How policy versions travel from the learner to the generators."""
 
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["gloo", "nccl"] = Field("gloo", description="of the transfer groups")
     host: str = Field("127.0.0.1", description="address of the learner that generators can reach")
     port: int = Field(0, ge=0, le=65535, description="of the learner's store; 0: a free port")
     interface: str = Field("", description="network interface for gloo; empty: the one that routes to the learner")
-    wire_dtype: Literal["float32", "bfloat16"] = "float32"
-    bucket_bytes: Bytes = Field(64 << 20, ge=1 << 10)
+    wire_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="what the weights travel in; bfloat16 halves the bytes and rounds"
+    )
+    bucket_bytes: Bytes = Field(64 << 20, ge=1 << 10, description="size of one transfer")
     sync_timeout_s: Seconds = Field(30.0, description="deadline of every wait of one transfer")
     no_generator_timeout_s: Seconds = Field(300.0, description="how long the learner goes on without any receiver")
     on_update: Literal["keep", "recompute"] = Field("keep", description="KV cache of running requests at a swap")

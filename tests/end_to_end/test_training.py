@@ -71,6 +71,7 @@ def test_three_launch_scripts_started_by_hand_over_redis_give_the_whole_run(
     assert learner.wait(180) == 0, learner.text()[-3000:] + first.text()[-2000:]
     assert first.wait(30) == 0, first.text()[-3000:]
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, 7))
+    assert [f"step {step}/6 " in learner.text() for step in range(1, 7)] == [True] * 6
     assert all((run_dir / name).is_file() for name in ("actor/config.json", "config.yaml", "reward.png"))
     assert "redis://" not in (run_dir / "config.yaml").read_text()
     broker.process.send_signal(signal.SIGTERM)
@@ -109,3 +110,10 @@ def test_a_run_that_was_stopped_goes_on_from_its_checkpoint(start: Callable[...,
     assert [line["step"] for line in metrics(run_dir)] == list(range(1, 13))
     log = (run_dir / "logs" / "learner.log").read_text()
     assert "going on from" in log and "step_000004" in log
+    told = [line.split()[1] for line in second.text().splitlines() if line.startswith("step ")]
+    assert told == [f"{step}/12" for step in range(5, 13)], "the steps of before are not told again"
+    assert "going on from step 4 of 12" in second.text()
+    assert "12 of 12, 8 steps in this session" in second.text()
+    third = start(*arguments)
+    assert third.wait(30) == 0, third.text()
+    assert "complete at 12 of 12 steps" in third.text()

@@ -171,3 +171,30 @@ def test_help_and_wrong_settings_cost_no_heavy_import() -> None:
 def test_overrides_may_stand_on_both_sides_of_an_option() -> None:
     args = cli.arguments(["up", "a=1", "-c", "x", "b=2"])
     assert (args.config, args.overrides) == ("x", ["a=1", "b=2"])
+
+
+def test_what_config_lacks_is_named_and_settings_are_not_among_it() -> None:
+    done = slipstream("config")
+    assert done.returncode == 2
+    assert "the following arguments are required: action" in done.stderr
+    assert "KEY=VALUE" not in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["config", "--help"]])
+def test_help_names_the_presets_and_which_of_them_is_meant_without_one(arguments: list[str]) -> None:
+    done = slipstream(*arguments)
+    text = " ".join(done.stdout.split())
+    assert "default: quickstart; presets: quickstart, smollm2_gsm8k_cpu" in text
+
+
+def test_settings_of_one_call_are_not_those_of_the_next() -> None:
+    assert cli.arguments(["up", "a=1", "-c", "x", "b=2"]).overrides == ["a=1", "b=2"]
+    assert cli.arguments(["up"]).overrides == []
+
+
+def test_every_line_about_several_wrong_settings_says_who_speaks(tmp_path: Path) -> None:
+    done = slipstream("up", "seed=x", "learner.optim.lrr=1", "rollout.top_p=7", cwd=tmp_path)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert len(lines) == 3
+    assert all(line.startswith("slipstream: ") for line in lines)

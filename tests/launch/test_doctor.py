@@ -24,6 +24,8 @@ def test_a_healthy_machine_passes_every_check_with_real_weights_through_a_real_e
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "passed 7/7"
     assert "vllm and the learner's model agree" in done.stdout
+    told = done.stdout.splitlines()
+    assert [line for line in told[:-1] if not line.startswith("ok    ")] == [], "nothing but the checks' own lines"
 
 
 @pytest.mark.slow
@@ -35,6 +37,34 @@ def test_the_fix_of_everything_that_is_wrong_is_named(tmp_path: Path) -> None:
     for part in ("did you mean 'tasks.digits'?", "fix: set task.prompts", "fix: set broker.url", "fix: set model.path"):
         assert part in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_what_libraries_print_is_shown_with_a_check_that_failed_and_with_no_other(tmp_path: Path) -> None:
+    script = (
+        "import argparse, os, subprocess, sys; from launch import doctor\n"
+        "def noisy(patient):\n"
+        "    print('python prints'); os.write(2, b'C prints\\n'); subprocess.run(['echo', 'a child prints'])\n"
+        "    return 'well'\n"
+        "def failing(patient):\n"
+        "    noisy(patient); raise doctor.Unwell('not well')\n"
+        "doctor.CHECKS = tuple((c.__name__, c, 'rest') for c in {checks})\n"
+        "args = argparse.Namespace(config='quickstart', overrides=[])\n"
+        "sys.exit(doctor.run(args))\n"
+    )
+
+    def told(checks: str) -> str:
+        code = script.replace("{checks}", checks)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+        )
+        assert done.stderr == ""
+        return done.stdout
+
+    assert told("(noisy,)") == "ok    noisy: well\npassed 1/1\n"
+    first, *printed, fix, second, last = told("(failing, noisy)").splitlines()
+    assert (first, fix.strip()) == ("FAIL  failing: Unwell: not well", "fix: rest")
+    assert sorted(printed) == ["      | " + line for line in ("C prints", "a child prints", "python prints")]
+    assert (second, last) == ("ok    noisy: well", "passed 1/2")
 
 
 def test_the_task_check_calls_the_rewards_and_reports_what_they_raise(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ WRONG = [
     ("model.path={dir}", (RUN, LEARNER, GENERATOR), ("model.path", "no config.json")),
     ("model.path=package:no_such", (RUN, LEARNER, GENERATOR), ("model.path", "not installed")),
     ("model.tiny_hidden_size=48", (RUN, LEARNER, GENERATOR), ("model.tiny_hidden_size", "48", "multiple of 32")),
-    ("learner.checkpoint.resume=./banana", (RUN, LEARNER), ("learner.checkpoint.resume=", "complete.json")),
+    ("learner.checkpoint.resume=./banana", (RUN, LEARNER), ("learner.checkpoint.resume=./banana", "auto", "never")),
     ("learner.checkpoint.resume={dir}", (RUN, LEARNER), ("learner.checkpoint.resume=", "complete.json")),
 ]
 CASES = [(setting, role, parts) for setting, roles, parts in WRONG for role in roles]

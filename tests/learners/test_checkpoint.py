@@ -119,6 +119,23 @@ def test_checkpoints_behind_which_a_run_goes_back_are_set_aside_and_not_counted(
     assert (tmp_path / "step_000004").is_dir()
 
 
+def test_of_those_given_up_the_newest_are_kept_as_many_as_of_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for begun_anew, text in enumerate("abcd"):
+        for version in (50, 200):
+            saved = checkpoints.save(version, Frontier(), write(text))  # type: ignore[arg-type]
+            at = 1000.0 + 10 * begun_anew + version / 100
+            os.utime(saved / MARKER, (at, at))
+        caplog.clear()
+        checkpoints.set_aside_after(-1)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert len(left) == 2
+    assert {(tmp_path / name / "sub" / "part0").read_text() for name in left} == {"d"}
+    assert "is removed: learner.checkpoint.keep = 2" in caplog.text
+
+
 def test_ranks_meet_before_writing_after_writing_and_at_the_end(tmp_path: Path) -> None:
     seen: list[tuple[bool, bool]] = []
 

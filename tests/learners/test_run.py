@@ -21,8 +21,13 @@ B, N = 4, 4
 
 @pytest.fixture(scope="module")
 def begun(run_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Four steps by two ranks."""
+    """Four steps by two ranks, in a folder that an earlier run has left lines in."""
     directory = tmp_path_factory.mktemp("whole")
+    (directory / "run" / "logs").mkdir(parents=True)
+    for name in ("metrics.jsonl", "eval.jsonl"):  # an earlier run of the same name left its first lines
+        (directory / "run" / "logs" / name).write_text(
+            json.dumps({"step": 0, "policy_version": 0, "eval": True}) + "\n"
+        )
     (directory / "first.json").write_text(json.dumps({"total_steps": 4}))
     run_ranks("first", world=2, directory=directory, script="runs.py")
     return look(directory, "first")
