@@ -114,7 +114,8 @@ def test_c69_ten_steps_equal_five_then_a_resume_then_five(tmp_path: Path) -> Non
 
 def test_c55_on_policy_it_equals_a_plain_synchronous_loop(tmp_path: Path) -> None:
     """The loop below knows no broker, no batch, no DeepSpeed: sample, score, one AdamW step, again."""
-    overrides = ("learner.total_steps=8", "rollout.max_staleness=0", "algorithm.entropy_coef=0.0")
+    plain = ("algorithm.advantage=grpo", "learner.optim.schedule=constant", "learner.optim.warmup_steps=0")
+    overrides = ("learner.total_steps=8", "rollout.max_staleness=0", "algorithm.entropy_coef=0.0", *plain)
     _, lines = serial(tmp_path, *overrides)
     config = load("quickstart", [*settings_of(tmp_path), *overrides])
     directory = prepare_model(config.model, tmp_path / "model", config.seed)
