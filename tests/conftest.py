@@ -10,13 +10,15 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> Iterator[None]:
-    """SIGINT means what it means at a terminal, here and in every child.
+    """SIGINT and SIGHUP mean what they mean at a terminal, here and in every child.
 
-    A shell starts background jobs with SIGINT ignored, children inherit that, and our processes rightly respect it.
+    A shell starts background jobs with SIGINT ignored, nohup its command with SIGHUP ignored; children inherit that,
+    and our processes rightly respect it.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    ordinary = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    ignored = [each for each in ordinary if signal.getsignal(each) is signal.SIG_IGN]
+    for each in ignored:
+        signal.signal(each, ordinary[each])
     yield
-    if before is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for each in ignored:
+        signal.signal(each, signal.SIG_IGN)

@@ -50,7 +50,10 @@ def started(script: str, *, own_group: bool = False) -> subprocess.Popen[bytes]:
 def test_a_process_ends_at_once_and_its_exit_code_names_the_signal(signum: signal.Signals, code: int) -> None:
     process = started(ENDS)
     process.send_signal(signum)
-    process.communicate(timeout=20)
+    try:
+        process.communicate(timeout=20)
+    finally:
+        process.kill()  # if it has not ended, it must not stand in the way of the tests that count processes
     assert process.returncode == code
 
 
