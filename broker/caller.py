@@ -59,10 +59,12 @@ class Caller(ABC):
         return self._exchange(call, bodies, wait_s)
 
     # -- the learner -------------------------------------------------------------------------------------------
-    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, after: int = -1) -> int:
+    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, after: int = -1, unsaved: int = 0) -> int:
         """See broker.contract.Broker. Every call is a new incarnation; one sent again by the client is not."""
-        token = self._token()
-        return self._call(calls.OpenRun(rules=rules, version=version, frontier=frontier, after=after, token=token))
+        call = calls.OpenRun(
+            rules=rules, version=version, frontier=frontier, after=after, unsaved=unsaved, token=self._token()
+        )
+        return self._call(call)
 
     def feed(self, prompts: Sequence[Prompt]) -> int:
         """See broker.contract.Broker."""

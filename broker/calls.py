@@ -41,6 +41,7 @@ class OpenRun(Call[int]):
     version: int
     frontier: Frontier
     after: int
+    unsaved: int
     token: str
 
 
@@ -229,7 +230,12 @@ def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
     match call:
         case OpenRun():
             return ledger.open_run(
-                rules=call.rules, version=call.version, frontier=call.frontier, after=call.after, token=call.token
+                rules=call.rules,
+                version=call.version,
+                frontier=call.frontier,
+                after=call.after,
+                unsaved=call.unsaved,
+                token=call.token,
             )
         case Feed():
             return ledger.feed(call.items, bodies)

@@ -27,11 +27,13 @@ class Broker(Protocol):
     """The client's view of the broker."""
 
     # -- the learner -------------------------------------------------------------------------------------------
-    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, after: int = -1) -> int:
+    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, after: int = -1, unsaved: int = 0) -> int:
         """Starts a learner incarnation at ``version`` and returns its number: one more than the last, above ``after``.
 
         ``after``: the last number that this learner knows of, for a broker that has forgotten it. Numbers are what
-        tells the weights of an abandoned lineage from ours, so none may be given twice.
+        tells the weights of an abandoned lineage from ours, so none may be given twice. ``unsaved``: positions of
+        ``frontier`` that no checkpoint has yet, for a broker that has forgotten that they were trained; until the next
+        ``durable`` the books show them as trained.
 
         Rolls the ledger back to ``version``: items trained later and items in batches are queued again, groups
         sampled by later versions are discarded and their prompts queued again. Items within ``frontier`` count as

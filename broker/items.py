@@ -68,6 +68,7 @@ class TrainingItems:
         self.frontier = Frontier()
         self.fed = 0
         self.durable = 0
+        self.unsaved = 0  # of those durable: what only the learner's own memory has until its next checkpoint
         self.dead_counts: dict[str, int] = {}
         self.events: Counter[str] = Counter()
         self.held_bytes = 0
@@ -180,6 +181,7 @@ class TrainingItems:
             del self.trained_at[item]
             self.pool.forget(item)
         self.durable += len(trained)
+        self.unsaved = 0
         positions = [position_of(item) for item in (*told, *trained)]
         self.requeued.difference_update(positions)
         self._set_frontier(self.frontier.with_ended(positions))
@@ -294,7 +296,7 @@ class TrainingItems:
         self._set_frontier(Frontier(base=max(before.base, given.base)).with_ended([*before.beyond, *given.beyond]))
         absorbed, told = self._drop_durable()
         live = sum(self.frontier.has(one) and not before.has(one) for one in self.requeued)
-        unknown = _size(self.frontier) - _size(before) - absorbed - told - live
+        unknown = self.frontier.size - before.size - absorbed - told - live
         self.fed += unknown
         self.durable += unknown + absorbed
 
@@ -311,7 +313,7 @@ class TrainingItems:
                 self.dead[item] = replace(dead, reason=self.ended[item].note.reason)
             else:
                 del self.dead[item]
-        self.durable = _size(given) - sum(given.has(one) for one in self.requeued)
+        self.durable = given.size - sum(given.has(one) for one in self.requeued)
         self.fed = self.durable + len(self.pool.items) + len(self.ended)
 
     def _drop_durable(self) -> tuple[int, int]:
@@ -335,7 +337,3 @@ class TrainingItems:
 
     def _set_frontier(self, frontier: Frontier) -> None:
         self.frontier, self._beyond = frontier, frozenset(frontier.beyond)
-
-
-def _size(frontier: Frontier) -> int:
-    return frontier.base + len(frontier.beyond)

@@ -47,14 +47,20 @@ class Ledger:
         self.serial = 0
 
     # -- the learner -------------------------------------------------------------------------------------------
-    def open_run(self, *, rules: Rules, version: int, frontier: Frontier, token: str, after: int = -1) -> int:
-        """Starts an incarnation, numbered above ``after``. A repeated ``token`` is the same call sent again."""
+    def open_run(
+        self, *, rules: Rules, version: int, frontier: Frontier, token: str, after: int = -1, unsaved: int = 0
+    ) -> int:
+        """Starts an incarnation, numbered above ``after``. A repeated ``token`` is the same call sent again.
+
+        ``unsaved``: positions of ``frontier`` that no checkpoint has yet; the books show them as trained.
+        """
         refuse_senseless(rules, after)
         if token != self.token:
             another_run = self.rules is not None and self.rules.run != rules.run
             self.rules, self.token = rules, token
             self.incarnation = max(self.incarnation, after) + 1
             self.items.start_from(version, frontier, incarnation=self.incarnation, another_run=another_run)
+            self.items.unsaved = min(max(unsaved, 0), self.items.durable)
             self.evaluation.start(-1)
             self.version, self.finished = version, ""
             self._news()
@@ -277,8 +283,8 @@ class Ledger:
             leased=len(items.pool.grants),
             buffered=len(items.buffer),
             training=items.in_batches(),
-            trained=len(items.trained_at),
-            durable=items.durable,
+            trained=len(items.trained_at) + items.unsaved,
+            durable=items.durable - items.unsaved,
             filtered={},
             dead=dict(sorted(items.dead_counts.items())),
             events={name: count for name, count in sorted(self.events.items()) if count},
@@ -360,8 +366,5 @@ class Ledger:
 
     def _give_back(self, pool: Pool, lease_id: str, error: str) -> None:
         self.changes += 1
-        if pool is self.items.pool:
-            item = pool.end(lease_id).item
-            self.items.put_back(item, error=error, max_attempts=self._open().max_attempts)
-        else:
-            pool.give_back(lease_id, error=error, max_attempts=self._open().max_attempts)
+        home = self.items if pool is self.items.pool else pool
+        home.put_back(pool.end(lease_id).item, error=error, max_attempts=self._open().max_attempts)

@@ -202,6 +202,11 @@ class Frontier:
             base += 1
         return Frontier(base=base, beyond=tuple(sorted(ended)))
 
+    @property
+    def size(self) -> int:
+        """How many positions have ended."""
+        return self.base + len(self.beyond)
+
     def has(self, position: int) -> bool:
         """Whether this position has ended."""
         return position < self.base or position in self.beyond
@@ -282,6 +287,10 @@ class Counts:
         """Sum over all states; equals ``fed`` or the books are wrong."""
         live = self.queued + self.leased + self.buffered + self.training + self.trained + self.durable
         return live + sum(self.filtered.values()) + sum(self.dead.values())
+
+    def thrown_away(self) -> int:
+        """Groups delivered and not trained because of their age, over the run; their prompts were queued again."""
+        return self.events.get("stale", 0) + self.events.get("dropped", 0)
 
     def balanced(self) -> bool:
         """Whether the books add up."""

@@ -101,12 +101,8 @@ class Pool:
             del self._by_token[grant.token]
         return grant
 
-    def give_back(self, lease_id: str, *, error: str, max_attempts: int) -> tuple[str, Item] | None:
-        """Ends a lease unanswered. With an error the attempt counts; the item is returned if that was its last."""
-        return self.put_back(self.end(lease_id).item, error=error, max_attempts=max_attempts)
-
     def put_back(self, item: str, *, error: str, max_attempts: int) -> tuple[str, Item] | None:
-        """Queues an item again, as ``give_back``."""
+        """Queues an item again. With an error the attempt counts; the item is returned if that was its last."""
         if error:
             failed = replace(self.items[item], failed_attempts=self.items[item].failed_attempts + 1, error=error)
             self.items[item] = failed

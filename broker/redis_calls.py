@@ -34,7 +34,7 @@ def _open_run(call: calls.OpenRun, bodies: Bodies) -> Request:
     rules = {name: str(value) for name, value in asdict(call.rules).items()}
     frontier = call.frontier
     args = {"rules": rules, "version": call.version, "base": frontier.base, "beyond": list(frontier.beyond)}
-    return Request({**args, "after": call.after, "token": call.token}, [encode(call.rules)])
+    return Request({**args, "after": call.after, "unsaved": call.unsaved, "token": call.token}, [encode(call.rules)])
 
 
 def _feed(call: calls.Feed, bodies: Bodies) -> Request:

@@ -41,6 +41,7 @@ class Scalars:
     frontier: Frontier
     fed: int
     durable: int
+    unsaved: int
     durable_version: int
     forks: tuple[int, ...]
     requeued: tuple[int, ...]
@@ -171,6 +172,7 @@ def _scalars(ledger: Ledger) -> Scalars:
         frontier=items.frontier,
         fed=items.fed,
         durable=items.durable,
+        unsaved=items.unsaved,
         durable_version=items.durable_version,
         forks=tuple(items.forks),
         requeued=tuple(sorted(items.requeued)),
@@ -185,6 +187,7 @@ def _restore(ledger: Ledger, scalars: Scalars) -> None:
     ledger.finished, ledger.revision, ledger.token = scalars.finished, scalars.revision, scalars.token
     ledger.serial, ledger.newest, ledger.evaluation.version = scalars.serial, scalars.newest, scalars.round
     items.frontier, items.fed, items.durable = scalars.frontier, scalars.fed, scalars.durable
+    items.unsaved = scalars.unsaved
     items.durable_version, items.forks = scalars.durable_version, list(scalars.forks)
     items.requeued, items.dead_counts = set(scalars.requeued), dict(scalars.dead_counts)
     items.events.update(scalars.events)

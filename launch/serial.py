@@ -15,6 +15,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
@@ -185,28 +186,8 @@ def run_serial(config: RunConfig) -> LocalBroker:
         seed=config.seed,
         max_eval_prompts=config.learner.eval.max_prompts,
     )
-    engine = HfEngine(
-        model_path=str(model),
-        rollout=config.rollout,
-        config=config.generator,
-        sync=config.weights_sync,
-        dtype=config.model.dtype,
-        seed=config.seed,
-    )
-    engine.load_model()
     with asyncio.Runner() as runner:
-        generator = SerialGenerator(
-            engine=engine,
-            rollout=Rollout(
-                engine=_Now(engine),
-                scorer=Scorer(config.task, timeout_s=config.generator.reward_timeout_s),
-                decode=decoder(tokenizer),
-                timeout_s=config.rollout.group_timeout_s,
-                generator=GENERATOR,
-            ),
-            broker=ledger.client(),
-            runner=runner,
-        )
+        generator = _generator(config, model, tokenizer, ledger.client(), runner)
         run_rank(
             model_dir=model,
             run_dir=Path(config.run_dir),
@@ -229,6 +210,28 @@ def run_serial(config: RunConfig) -> LocalBroker:
         )
     draw(config)
     return ledger
+
+
+def _generator(
+    config: RunConfig, model: Path, tokenizer: Any, broker: Broker, runner: asyncio.Runner
+) -> SerialGenerator:
+    engine = HfEngine(
+        model_path=str(model),
+        rollout=config.rollout,
+        config=config.generator,
+        sync=config.weights_sync,
+        dtype=config.model.dtype,
+        seed=config.seed,
+    )
+    engine.load_model()
+    rollout = Rollout(
+        engine=_Now(engine),
+        scorer=Scorer(config.task, timeout_s=config.generator.reward_timeout_s),
+        decode=decoder(tokenizer),
+        timeout_s=config.rollout.group_timeout_s,
+        generator=GENERATOR,
+    )
+    return SerialGenerator(engine=engine, rollout=rollout, broker=broker, runner=runner)
 
 
 class _Now:

@@ -59,7 +59,7 @@ class BatchFeed:
         self._connect, self._prompts, self._rules = connect, prompts, rules
         self._total_steps, self._watchdog_s = total_steps, watchdog_s
         self._broker = connect()
-        self.frontier, self._version = frontier, version
+        self.frontier, self._saved, self._version = frontier, frontier, version
         self.incarnation = self._open_run(after)
         self._changed = threading.Condition()
         self._source: Iterator[Prompt] | None = prompts(frontier)
@@ -112,6 +112,7 @@ class BatchFeed:
 
     def durable(self, version: int) -> None:
         """A checkpoint of ``version`` is complete."""
+        self._saved = self.frontier
         try:
             self._broker.durable(version=version)
         except NoOpenRun:
@@ -134,7 +135,13 @@ class BatchFeed:
         self._broker.close()
 
     def _open_run(self, after: int) -> int:
-        return self._broker.open_run(rules=self._rules, version=self._version, frontier=self.frontier, after=after)
+        return self._broker.open_run(
+            rules=self._rules,
+            version=self._version,
+            frontier=self.frontier,
+            after=after,
+            unsaved=self.frontier.size - self._saved.size,
+        )
 
     def _reopen(self) -> None:
         """The broker came back without its memory: opens the run where the learner is, and has all fed again.
@@ -204,7 +211,7 @@ class BatchFeed:
                     self._changed.notify_all()
         elif self._source is None:
             state = broker.state()
-            if state.rules is None:
+            if state.rules is None or openings != self._openings:  # its empty books are no end of the data
                 raise NoOpenRun("the broker came back without its memory")
             counts = state.counts
             left = counts.queued + counts.leased + counts.buffered

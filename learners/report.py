@@ -40,16 +40,12 @@ class StaleGroups:
     """
 
     def __init__(self, counts: Counts) -> None:
-        self._seen = _stale(counts)
+        self._seen = counts.thrown_away()
 
     def since(self, counts: Counts) -> int:
         """How many there are since the last call; a broker that came back without its memory counts from zero."""
-        before, self._seen = self._seen, _stale(counts)
+        before, self._seen = self._seen, counts.thrown_away()
         return self._seen - before if self._seen >= before else self._seen
-
-
-def _stale(counts: Counts) -> int:
-    return sum(counts.events.get(event, 0) for event in ("stale", "dropped"))
 
 
 def metrics(

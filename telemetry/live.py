@@ -169,7 +169,7 @@ def _numbers(progress: Progress) -> Table:
             f"outstanding {outstanding}{window}: leased {counts.leased}, buffered {counts.buffered},"
             f" training {counts.training}   trained {counts.trained + counts.durable}"
             f"   filtered {sum(counts.filtered.values())}   dead {sum(counts.dead.values())}"
-            f"   stale {counts.events.get('stale', 0) + counts.events.get('dropped', 0)}",
+            f"   stale {counts.thrown_away()}",
         )
     return table
 

@@ -33,6 +33,7 @@ function calls.OpenRun()
     extend_to(args.base, args.beyond)
   end
   put('durable_version', args.version)
+  put('unsaved', math.min(math.max(args.unsaved, 0), number('durable', 0)))
   start_round(-1)
   put('version', args.version)
   put('incarnation', incarnation)
@@ -151,6 +152,7 @@ function calls.Durable()
     table.insert(positions, position(item))
   end
   add('durable', #positions)
+  put('unsaved', 0)
   each('ended', function(item, one)
     if one.version and one.version <= args.version then
       redis_at('HDEL', 'ended', item)

@@ -119,7 +119,7 @@ class Triplets(RuleBasedStateMachine):
         self.local = LocalBroker(IMPATIENT, clock=self.clock, token=self.token_of(0))
         self.durable_one, self.redis = self.new_durable(), self.new_redis()
         self.all(lambda broker: broker.take_batch(version=self.version, wait_s=0))
-        self.open(Frontier(base=base, beyond=tuple(sorted(beyond))), self.incarnation - 1)
+        self.open(Frontier(base=base, beyond=tuple(sorted(beyond))), self.incarnation - 1, base - 2)
         self.feed(30, 30)
 
     @initialize(
@@ -141,8 +141,10 @@ class Triplets(RuleBasedStateMachine):
         self.open(Frontier())
         self.feed(30, 0)
 
-    def open(self, frontier: Frontier, after: int = -1) -> None:
-        call = functools.partial(opening, rules=self.run_rules, version=self.version, frontier=frontier, after=after)
+    def open(self, frontier: Frontier, after: int = -1, unsaved: int = 0) -> None:
+        call = functools.partial(
+            opening, rules=self.run_rules, version=self.version, frontier=frontier, after=after, unsaved=unsaved
+        )
         self.incarnation = self.all(call)
         assert self.incarnation > after
 
@@ -371,8 +373,8 @@ def without_members(state: RunState) -> dict[str, int]:
     return {name: count for name, count in state.counts.events.items() if name != "members_lost"}
 
 
-def opening(broker: Any, *, rules: Rules, version: int, frontier: Frontier, after: int) -> Any:
-    return broker.open_run(rules=rules, version=version, frontier=frontier, after=after)
+def opening(broker: Any, *, rules: Rules, version: int, frontier: Frontier, after: int, unsaved: int) -> Any:
+    return broker.open_run(rules=rules, version=version, frontier=frontier, after=after, unsaved=unsaved)
 
 
 def pushing(broker: Any, *, group: Group) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from broker.contract import Broker
 from broker.errors import RunFinished
 from broker.local import LocalBroker
 from broker.messages import Batch, Frontier, Group, Member, MemberState, Prompt, Rules
@@ -36,6 +38,13 @@ class Bench:
         self.generator = self.ledger.client()
         self.feeds: list[BatchFeed] = []
         self.now = 0.0
+        self.connect: Callable[[], Any] = self.ledger.client
+
+    def forget(self) -> None:
+        """The broker starts anew, without its memory."""
+        with self.ledger._changed:
+            self.ledger.ledger.__init__()  # type: ignore[misc]
+            self.ledger._changed.notify_all()
 
     def prompts(self, frontier: Frontier) -> Iterator[Prompt]:
         for position in range(frontier.base, self.total):
@@ -47,7 +56,7 @@ class Bench:
         max_staleness: int = 1,
     ) -> BatchFeed:  # fmt: skip
         feed = BatchFeed(
-            connect=self.ledger.client,
+            connect=self.connect,
             prompts=self.prompts,
             rules=rules(max_staleness),
             version=version,
@@ -243,10 +252,11 @@ def test_a_broker_that_lost_its_memory_is_fed_again_and_every_item_is_trained_on
     seen: list[int] = []
     bench.answer(2 * B)
     seen += positions(take(feed, 0))
-    with bench.ledger._changed:
-        bench.ledger.ledger.__init__()  # type: ignore[misc]
-        bench.ledger._changed.notify_all()
+    bench.forget()
     feed.trained(1)
+    assert feed.take(1, 0.1) is None  # opens the run again
+    counts = bench.generator.state().counts
+    assert (counts.trained, counts.durable) == (B, 0), "no checkpoint has them yet"
     for version in (1, 2, 3):
         deadline = time.monotonic() + 10.0
         while (batch := feed.take(version, 0.1)) is None:
@@ -264,9 +274,7 @@ def test_a_loss_that_is_noticed_a_second_time_opens_no_further_incarnation(bench
     """Else generators and publisher, who know the first one's number, would wait for ever."""
     bench.total = 12
     feed = bench.open()
-    with bench.ledger._changed:
-        bench.ledger.ledger.__init__()  # type: ignore[misc]
-        bench.ledger._changed.notify_all()
+    bench.forget()
     seen: list[int] = []
     for version in range(3):
         deadline = time.monotonic() + 10.0
@@ -279,3 +287,70 @@ def test_a_loss_that_is_noticed_a_second_time_opens_no_further_incarnation(bench
         state = bench.generator.state()
         assert (state.version, state.incarnation) == (version + 1, feed.incarnation)
     assert len(set(seen)) == 3 * B
+
+
+class Between:
+    """A client of the feed's thread with something happening right after one of its calls of ``take_batch``."""
+
+    def __init__(self, client: Broker, happens: Callable[[Batch | None], None]) -> None:
+        self._client, self._happens = client, happens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def take_batch(self, *, version: int, wait_s: float) -> Batch | None:
+        batch = self._client.take_batch(version=version, wait_s=wait_s)
+        self._happens(batch)
+        return batch
+
+
+def test_a_broker_that_forgets_between_two_calls_is_no_end_of_the_data(bench: Bench) -> None:
+    """It has nothing queued, leased or buffered: so has a run whose prompts have ended."""
+    bench.total, lost = 2 * B, threading.Event()
+
+    def forget_once(batch: Batch | None) -> None:
+        if batch is None and not lost.is_set():
+            lost.set()
+            bench.forget()
+
+    bench.connect = lambda: Between(bench.ledger.client(), forget_once)
+    feed = bench.open()
+    assert feed.take(0, 0.2) is None
+    assert lost.wait(10.0)
+    seen: list[int] = []
+    for version in range(2):
+        deadline = time.monotonic() + 10.0
+        while (batch := feed.take(version, 0.1)) is None:
+            assert time.monotonic() < deadline
+            bench.answer(B, wait_s=0.0)
+        seen += positions(batch)
+        feed.trained(version + 1)
+    assert sorted(seen) == list(range(2 * B))
+
+
+def test_a_batch_of_a_broker_that_has_forgotten_it_since_is_not_trained(bench: Bench) -> None:
+    """The feed's thread has the answer but does not come to hand it over before the run is opened again."""
+    taken, go_on = threading.Event(), threading.Event()
+
+    def dawdle(batch: Batch | None) -> None:
+        if batch is not None and batch.version == 1 and not taken.is_set():
+            taken.set()
+            assert go_on.wait(10.0)
+
+    bench.connect = lambda: Between(bench.ledger.client(), dawdle)
+    feed = bench.open()
+    bench.answer(2 * B)
+    seen = [*positions(take(feed, 0))]
+    assert taken.wait(10.0)
+    bench.forget()
+    feed.trained(1)
+    assert feed.take(1, 0.1) is None
+    go_on.set()
+    deadline = time.monotonic() + 10.0
+    while (batch := feed.take(1, 0.1)) is None:
+        assert time.monotonic() < deadline
+        bench.answer(B, wait_s=0.0)
+    seen += positions(batch)
+    feed.trained(2)
+    assert bench.generator.state().version == 2
+    assert len(set(seen)) == 2 * B
