@@ -20,7 +20,7 @@ from benchmarks.processes import CONTEXT, Counters, Worker, told, workers
 
 PRODUCERS = 4
 DEPTH = 256  # groups under way in all, as with ours
-SETS_PER_PIPELINE, GETS_PER_PIPELINE = 8, 32  # as many as ours leases, and takes, at once
+SETS_PER_PIPELINE, GETS_PER_PIPELINE = 16, 32  # as many as ours leases, and takes, at once
 SILENCE_S = 10.0
 STOP, READ, WRITTEN = 0, 1, 1 + PRODUCERS  # indices of counters: the flag, then one per producer of each
 

@@ -7,7 +7,11 @@ The window never holds anybody up: it is larger than all the prompts that are fe
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import queue
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -23,8 +27,9 @@ from benchmarks.samples import answer, group, prompts, rules, sampled_by
 from broker.codec import decode, encode
 from broker.config import BrokerConfig
 from broker.connect import connect
+from broker.contract import Broker
 from broker.errors import RunFinished
-from broker.messages import Frontier, Group
+from broker.messages import Batch, Frontier, Group
 
 GROUPS_PER_STEP, MAX_STALENESS = 32, 15
 WINDOW = (MAX_STALENESS + 1) * GROUPS_PER_STEP
@@ -174,19 +179,19 @@ def _learn(
     broker, server = connect(config, url), psutil.Process(server_pid)
     wanted_rules = rules(groups_per_step=GROUPS_PER_STEP, max_staleness=MAX_STALENESS)
     broker.open_run(rules=wanted_rules, version=0, frontier=Frontier())
-    broker.feed(prompts(range(DEPTH)))
-    meter, version, fed = Meter(warm_s, measure_s), 0, DEPTH
+    batches: queue.Queue[Batch | None] = queue.Queue(maxsize=1)
+    threading.Thread(target=_feed, args=(connect(config, url), batches), daemon=True).start()
+    meter, version = Meter(warm_s, measure_s), 0
     groups, server_s, own_s, wanted = 0, 0.0, 0.0, True
     while wanted:
-        batch = broker.take_batch(version=version, wait_s=WAIT_S)
+        batch = batches.get(timeout=3 * WAIT_S)
         if batch is None:
             raise BenchmarkError(f"no batch within {WAIT_S:g} s: {broker.state().counts}")
         if not meter.started:
             groups, server_s, own_s = 0, _cpu_s(server), time.process_time()
         groups += len(batch.groups)
         wanted = meter.count(len(batch.groups))
-        broker.feed(prompts(range(fed, fed + GROUPS_PER_STEP)))
-        version, fed = version + 1, fed + GROUPS_PER_STEP
+        version += 1
         broker.trained(batch_id=batch.batch_id, version=version)
         counters[VERSION] = version
         if version % STEPS_PER_CHECKPOINT == 0:
@@ -198,6 +203,19 @@ def _learn(
     if counts.events or not counts.balanced():
         raise BenchmarkError(f"work was lost on the way: {counts}")
     return Ours(rate=meter.rate(), server_us=1e6 * server_s / groups, learner_us=1e6 * own_s / groups)
+
+
+def _feed(broker: Broker, batches: queue.Queue[Batch | None]) -> None:
+    """As the learner's own feed: beside training, the next batch is taken and prompts are topped up."""
+    broker.feed(prompts(range(DEPTH)))
+    with contextlib.suppress(RunFinished):
+        for version in itertools.count():
+            batches.put(batch := broker.take_batch(version=version, wait_s=WAIT_S))
+            if batch is None:
+                break
+            fed = DEPTH + version * GROUPS_PER_STEP
+            broker.feed(prompts(range(fed, fed + GROUPS_PER_STEP)))
+    broker.close()
 
 
 def _produce(config: BrokerConfig, url: str, index: int, counters: Counters) -> tuple[int, float]:
@@ -216,8 +234,7 @@ def _produce(config: BrokerConfig, url: str, index: int, counters: Counters) -> 
                 max_prompts=PROMPTS_PER_LEASE,
                 wait_s=WAIT_S,
             )
-            for lease in leases:
-                broker.push(answer(sample, lease))
+            broker.push_all([answer(sample, lease) for lease in leases])
             pushed += len(leases)
     except RunFinished:
         return pushed, time.process_time() - start

@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from broker import calls
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FIRST_PUSH_PAUSE_S, LAST_PUSH_PAUSE_S = 0.05, 1.0  # between two tries at a full buffer
-PROMPTS_PER_CALL = 256  # keeps a frame and the time the ledger is busy small, however much is fed at once
+PROMPTS_PER_CALL, GROUPS_PER_CALL = 256, 16  # keep the time small that one call makes the others wait
 
 
 def fresh_token() -> str:
@@ -69,10 +69,10 @@ class Caller(ABC):
     def feed(self, prompts: Sequence[Prompt]) -> int:
         """See broker.contract.Broker."""
         refuse_misnamed(prompts)
-        parts = [prompts[i : i + PROMPTS_PER_CALL] for i in range(0, len(prompts), PROMPTS_PER_CALL)]
+        items, bodies = tuple(one.item for one in prompts), [encode(one) for one in prompts]
         return sum(
-            self._call(calls.Feed(items=tuple(one.item for one in part)), bodies=[encode(one) for one in part])
-            for part in parts
+            self._call(calls.Feed(items=items[part]), bodies=bodies[part])
+            for part in self._parts(bodies, PROMPTS_PER_CALL)
         )
 
     def take_batch(self, *, version: int, wait_s: float) -> Batch | None:
@@ -153,19 +153,46 @@ class Caller(ABC):
 
     def push(self, group: Group) -> PushOutcome:
         """See broker.contract.Broker. Raises Refused for a group whose parts have not grown together."""
-        refuse_malformed(group)
-        call, body = calls.Push(head=GroupHead.of(group)), encode(group)
+        return self.push_all([group])[0]
+
+    def push_all(self, groups: Sequence[Group]) -> tuple[PushOutcome, ...]:
+        """See broker.contract.Broker. Raises Refused for groups whose parts have not grown together."""
+        for group in groups:
+            refuse_malformed(group)
+        heads, bodies = [GroupHead.of(group) for group in groups], [encode(group) for group in groups]
+        outcomes: list[PushOutcome] = []
+        for part in self._parts(bodies, GROUPS_PER_CALL):
+            outcomes += self._push_part(heads[part], bodies[part])
+        return tuple(outcomes)
+
+    def _push_part(self, heads: list[GroupHead], bodies: list[bytes]) -> list[PushOutcome]:
         until, pause = time.monotonic() + self._config.push_timeout_s, FIRST_PUSH_PAUSE_S
-        while (outcome := self._call(call, bodies=[body])) is None:
-            left = until - time.monotonic()
-            if left <= 0:
+        outcomes: dict[int, PushOutcome] = {}
+        while True:
+            due = [i for i in range(len(heads)) if i not in outcomes]
+            answers = self._call(calls.Push(heads=tuple(heads[i] for i in due)), bodies=[bodies[i] for i in due])
+            outcomes.update((i, answer) for i, answer in zip(due, answers, strict=True) if answer is not None)
+            if len(outcomes) == len(heads):
+                return [outcomes[i] for i in range(len(heads))]
+            if (left := until - time.monotonic()) <= 0:
+                sizes = [len(body) for i, body in enumerate(bodies) if i not in outcomes]
                 raise BufferFull(
-                    f"no room for a group of {len(body)} bytes within broker.push_timeout_s = "
+                    f"no room for {len(sizes)} groups of {sum(sizes)} bytes within broker.push_timeout_s = "
                     f"{self._config.push_timeout_s:g}: the learner takes too little, or raise broker.max_buffer_bytes"
                 )
             time.sleep(min(pause, left))
             pause = min(2 * pause, LAST_PUSH_PAUSE_S)
-        return outcome
+
+    def _parts(self, bodies: Sequence[bytes], most: int) -> Iterator[slice]:
+        """Neighbours that go into one call: no more than ``most``, nor than the bytes of the largest frame."""
+        start = size = 0
+        for i, body in enumerate(bodies):
+            if i - start == most or (i > start and size + len(body) > self._config.max_frame_bytes):
+                yield slice(start, i)
+                start, size = i, 0
+            size += len(body)
+        if bodies:
+            yield slice(start, len(bodies))
 
     def release(self, *, lease_id: str, error: str) -> None:
         """See broker.contract.Broker."""

@@ -12,7 +12,6 @@ from enum import Enum
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from broker.contract import PushOutcome
-from broker.errors import Refused
 from broker.heads import BatchHead, GroupHead, LeaseHead
 from broker.ledger import Ledger
 from broker.messages import DeadItem, Frontier, Member, Publication, Rules, RunState
@@ -117,10 +116,10 @@ class LeasePrompts(Call[tuple[LeaseHead, ...]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Push(Call[PushOutcome | None]):
-    """Broker.push. Body: the group. None: there is no room for it now."""
+class Push(Call[tuple[PushOutcome | None, ...]]):
+    """Broker.push_all. Bodies: the groups. None for one: there is no room for it now."""
 
-    head: GroupHead
+    heads: tuple[GroupHead, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,9 +239,7 @@ def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
         case Feed():
             return ledger.feed(call.items, bodies)
         case Push():
-            if len(bodies) != 1:
-                raise Refused(f"a group was pushed with {len(bodies)} bodies")
-            return ledger.push(call.head, bodies[0])
+            return ledger.push(call.heads, bodies)
         case Spoiled():
             ledger.spoiled(version=call.version, lease_id=call.lease_id, error=call.error)
         case Trained():

@@ -17,7 +17,7 @@ from broker.errors import Refused
 from broker.handshake import Handshakes
 from broker.keys import client_keys
 from broker.silence import Silence
-from broker.wire import ERRORS, HEAD_BYTES, NO_REQUEST, WAITING, ReplyHead, RequestHead, read_value
+from broker.wire import ERRORS, HEAD_BYTES, NO_REQUEST, WAITING, ReplyHead, RequestHead, lent, read_value, send_parts
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class ZmqBroker(Caller):
     def _send(self, call: Call[Any], frames: list[bytes], wait_s: float) -> bool:
         head = RequestHead(request_id=self._request_id, call=type(call).__name__, wait_s=wait_s)
         try:
-            self._socket.send_multipart([encode(head), *frames], zmq.NOBLOCK)
+            send_parts(self._socket, [encode(head), *frames])
         except zmq.Again:
             return False
         return True
@@ -104,7 +104,7 @@ class ZmqBroker(Caller):
         ready = dict(self._poller.poll(int(1000 * max(0.0, timeout_s)) + 1))
         if not ready.get(self._socket, 0) & zmq.POLLIN:
             return None
-        first, *frames = self._socket.recv_multipart()
+        first, *frames = lent(self._socket.recv_multipart(copy=False))
         head = decode(first, ReplyHead, max_bytes=HEAD_BYTES)
         if head.request_id not in (self._request_id, NO_REQUEST):
             return None

@@ -87,6 +87,12 @@ class Broker(Protocol):
         Waits while the buffer is full (``broker.max_buffer_bytes``). Raises BufferFull after ``broker.push_timeout_s``.
         """
 
+    def push_all(self, groups: Sequence[Group]) -> tuple[PushOutcome, ...]:
+        """Delivers groups together, for less than one by one; each is taken or not as by ``push``.
+
+        Raises Refused for one of them that cannot be taken, and BufferFull, when those before it may have been taken.
+        """
+
     def release(self, *, lease_id: str, error: str) -> None:
         """Gives a lease back unanswered; with an ``error`` the attempt counts, without it does not."""
 

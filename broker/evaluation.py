@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker.contract import PushOutcome
-from broker.errors import Refused
 from broker.heads import GroupHead, position_of, round_version
 from broker.pool import Pool
 from broker.rows import Rows
@@ -48,8 +47,6 @@ class EvaluationRound:
         grant = self.pool.grants.get(head.lease_id)
         if grant is None:
             return PushOutcome.DUPLICATE
-        if grant.item != head.item:
-            raise Refused(f"lease {head.lease_id} is for item {grant.item}, not for {head.item}")
         self.pool.end(head.lease_id)
         self.pool.forget(grant.item)
         self.answers[grant.item] = body

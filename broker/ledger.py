@@ -195,9 +195,19 @@ class Ledger:
         pool = self.evaluation.pool if is_eval(lease.item) else self.items.pool
         return pool.items[lease.item].prompt
 
-    def push(self, head: GroupHead, body: bytes) -> PushOutcome | None:
-        """Takes a group in, once, if its lease and its policy still hold; None when the buffer has no room for it."""
-        refuse_misfit(head)
+    def push(self, heads: Sequence[GroupHead], bodies: Sequence[bytes]) -> tuple[PushOutcome | None, ...]:
+        """Takes groups in, each once, if its lease and its policy still hold; None where the buffer has no room for it.
+
+        Raises Refused, and then has taken none.
+        """
+        if len(heads) != len(bodies):
+            raise Refused(f"{len(heads)} groups were pushed with {len(bodies)} bodies")
+        for head in heads:
+            refuse_misfit(head)
+            self._refuse_other_item(head)
+        return tuple(self._push(head, body) for head, body in zip(heads, bodies, strict=True))
+
+    def _push(self, head: GroupHead, body: bytes) -> PushOutcome | None:
         outcome = self._push_eval(head, body) if is_eval(head.item) else self._push_train(head, body)
         if outcome not in (PushOutcome.ACCEPTED, None):
             self.events[outcome.value] += 1
@@ -333,6 +343,12 @@ class Ledger:
         )
         return self.items.pool if admitted and self.items.pool.queued else None
 
+    def _refuse_other_item(self, head: GroupHead) -> None:
+        pool = self.evaluation.pool if is_eval(head.item) else self.items.pool
+        grant = pool.grants.get(head.lease_id)
+        if grant is not None and grant.item != head.item:
+            raise Refused(f"lease {head.lease_id} is for item {grant.item}, not for {head.item}")
+
     def _push_eval(self, head: GroupHead, body: bytes) -> PushOutcome:
         abandoned = head.incarnation != self.incarnation
         return PushOutcome.ABANDONED if abandoned else self.evaluation.push(head, body)
@@ -343,8 +359,6 @@ class Ledger:
         if grant is None:
             known_abandoned = self.items.abandoned(versions, head.incarnation)
             return PushOutcome.ABANDONED if known_abandoned else PushOutcome.DUPLICATE
-        if grant.item != head.item:
-            raise Refused(f"lease {head.lease_id} is for item {grant.item}, not for {head.item}")
         # The generator may have begun under the lease's incarnation and name a later one: the older one decides.
         incarnation = min(head.incarnation, grant.incarnation)
         if self.items.abandoned(versions, incarnation):

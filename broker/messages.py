@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -111,16 +111,14 @@ class Group:
 
     def tokens_per_version(self) -> dict[int, int]:
         """Tokens that carry loss, by the policy version that sampled them."""
-        if not self.completions:
-            return {}
-        runs = np.concatenate([completion.version_runs for completion in self.completions])
-        carried = np.concatenate([completion.loss_mask for completion in self.completions]).astype(bool)
-        before = np.concatenate([[0], np.cumsum(carried)])
-        ends = np.cumsum(runs[:, 1])
         counts: dict[int, int] = {}
-        for version, size in zip(runs[:, 0].tolist(), (before[ends] - before[ends - runs[:, 1]]).tolist(), strict=True):
-            if size:
-                counts[version] = counts.get(version, 0) + size
+        for one in self.completions:
+            start, whole = 0, np.count_nonzero(one.loss_mask) == len(one.loss_mask)
+            for version, size in one.version_runs.tolist():
+                carried = size if whole else int(np.count_nonzero(one.loss_mask[start : start + size]))
+                start += size
+                if carried:
+                    counts[version] = counts.get(version, 0) + carried
         return counts
 
 

@@ -47,8 +47,9 @@ def _feed(call: calls.Feed, bodies: Bodies) -> Request:
 
 
 def _push(call: calls.Push, bodies: Bodies) -> Request:
-    refuse_misfit(call.head)
-    return Request(asdict(call.head), bodies)
+    for head in call.heads:
+        refuse_misfit(head)
+    return Request({"heads": [vars(head) for head in call.heads]}, bodies)
 
 
 def _report(call: calls.Report, bodies: Bodies) -> Request:
@@ -160,8 +161,8 @@ def _number(call: Any, value: Any, bodies: list[bytes], read: ReadBodies) -> Ans
     return int(value), ()
 
 
-def _outcome(call: calls.Push, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
-    return PushOutcome(value) if value else None, ()
+def _outcomes(call: calls.Push, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return tuple(PushOutcome(one) if one else None for one in value), ()
 
 
 def _publication(call: calls.ReadPublication, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
@@ -174,7 +175,7 @@ READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadBodies
     calls.TakeBatch: _take_batch,
     calls.EvalResults: _eval_results,
     calls.LeasePrompts: _leases,
-    calls.Push: _outcome,
+    calls.Push: _outcomes,
     calls.ReadPublication: _publication,
     calls.ReadState: _state,
     calls.ReadDead: _dead,

@@ -32,7 +32,17 @@ from broker.heads import LeaseHead
 from broker.keys import server_keys
 from broker.ledger import Ledger
 from broker.store import Store
-from broker.wire import HEAD_BYTES, NO_REQUEST, RequestHead, error_reply, read_call, value_reply, waiting_reply
+from broker.wire import (
+    HEAD_BYTES,
+    NO_REQUEST,
+    RequestHead,
+    error_reply,
+    lent,
+    read_call,
+    send_parts,
+    value_reply,
+    waiting_reply,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +108,9 @@ class BrokerServer:
         for door in self._door.sockets:
             poller.register(door, zmq.POLLIN)
         try:
-            while self._wake not in dict(poller.poll(self._pause_ms())):
-                self._door.look()
+            while self._wake not in (ready := dict(poller.poll(self._pause_ms()))):
+                if any(door in ready for door in self._door.sockets):
+                    self._door.look()
                 self._take_requests()
                 self.ledger.expire(self._clock())
                 self._ask_again()
@@ -121,10 +132,14 @@ class BrokerServer:
     def _take_requests(self) -> None:
         for _ in range(REQUESTS_PER_TURN):
             try:
-                sender, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._take(sender, frames)
+            self._take(frames[0].bytes, self._kept(frames[1:]))
+
+    def _kept(self, frames: list[zmq.Frame]) -> list[bytes]:
+        """What is left where it arrived, if it can be sent on from there and is large enough to be worth it."""
+        return [one.bytes for one in frames] if self._store is not None else lent(frames)
 
     def _take(self, sender: bytes, frames: list[bytes]) -> None:
         head: RequestHead | None = None
@@ -195,7 +210,7 @@ class BrokerServer:
 
     def _send(self, sender: bytes, frames: list[bytes]) -> bool:
         try:
-            self._router.send_multipart([sender, *frames], zmq.NOBLOCK)
+            send_parts(self._router, [sender, *frames])
         except zmq.ZMQError as error:
             if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
                 raise

@@ -33,15 +33,15 @@ def refuse_senseless(rules: Rules, after: int) -> None:
 
 
 def _problem(completion: Completion) -> str:
-    length, runs = len(completion.token_ids), completion.version_runs
-    if completion.behavior_logprobs.shape != (length,) or completion.loss_mask.shape != (length,):
+    length, runs, logprobs = len(completion.token_ids), completion.version_runs, completion.behavior_logprobs
+    if logprobs.shape != (length,) or completion.loss_mask.shape != (length,):
         return (
-            f"{length} tokens, log-probabilities {completion.behavior_logprobs.shape}, "
+            f"{length} tokens, log-probabilities {logprobs.shape}, "
             f"loss mask {completion.loss_mask.shape}: they must grow together"
         )
     counts = runs[:, 1].tolist() if runs.ndim == 2 and runs.shape[1] == 2 else [-1]
     if min(counts, default=0) < 0 or sum(counts) != length:
         return f"version runs {runs.tolist()} do not cover {length} tokens"
-    if not math.isfinite(float(completion.behavior_logprobs.sum(dtype=np.float64))):
+    if not np.isfinite(logprobs).all():
         return "a log-probability is not finite: the weights it was sampled with are garbage"
     return ""

@@ -23,6 +23,7 @@ from broker.errors import RunFinished, SlipstreamError
 from broker.messages import Lease, Member, MemberState, Publication, Split
 from generators.broker_thread import BrokerThread
 from generators.config import GeneratorConfig
+from generators.deliveries import Deliveries
 from generators.engine import Engine, EngineDead, NonFiniteLogits
 from generators.groups import Decode
 from generators.rates import Rates
@@ -110,9 +111,10 @@ class _Generator:
     ) -> None:
         self._engine, self._rollout, self._config, self._broker_config = engine, rollout, config, broker_config
         self._member_id, self._eval_grace_s = member_id, eval_grace_s
-        self._reports, self._deliveries, self._publications = (
-            BrokerThread(broker, f"broker-{name}") for name in ("reports", "deliveries", "publications")
+        self._reports, self._publications, deliveries = (
+            BrokerThread(broker, f"broker-{name}") for name in ("reports", "publications", "deliveries")
         )
+        self._deliveries = Deliveries(deliveries)
         self._polls = [BrokerThread(broker, f"broker-leases-{i}") for i in range(POLLERS)]
         self._changed = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -155,7 +157,8 @@ class _Generator:
         await _best_effort("give the leases back", deadline, self._abandon(list(self._groups)))
         await _best_effort("report leaving", deadline, self._report(MemberState.GONE, error))
         await _best_effort("close the engine", deadline + LEAVE_S, self._engine.close())
-        for thread in (self._reports, self._deliveries, self._publications, *self._polls):
+        self._deliveries.close()
+        for thread in (self._reports, self._publications, *self._polls):
             thread.close()
 
     def _become(self, state: MemberState) -> None:
@@ -322,7 +325,7 @@ class _Generator:
             self._fatal.set_exception(error)
 
     async def _release(self, lease: Lease, error: str) -> None:
-        await self._deliveries.call(lambda broker: broker.release(lease_id=lease.lease_id, error=error))
+        await self._deliveries.release(lease_id=lease.lease_id, error=error)
 
     async def _abandon(self, lease_ids: Sequence[str]) -> None:
         """Ends these groups and gives their leases back, as if they had not been tried."""
@@ -345,7 +348,7 @@ class _Generator:
         if lease.prompt.split is Split.EVAL and group.tokens_per_version().keys() - {version}:
             await self._release(lease, "")  # an evaluation is of one version: this one began in the middle of a swap
             return
-        outcome = await self._deliveries.call(lambda broker: broker.push(group))
+        outcome = await self._deliveries.push(group)
         self._failed_in_a_row = 0
         self._rates.pushed(group, accepted=outcome is PushOutcome.ACCEPTED)
 

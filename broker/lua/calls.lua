@@ -248,54 +248,57 @@ function calls.LeasePrompts()
   return ok(given.leases, unpack(given.prompts))
 end
 
-local function push_eval()
-  local entry = args.incarnation == number('incarnation', -1) and grant_of('eval', args.lease_id)
-  if not entry then
-    return args.incarnation == number('incarnation', -1) and 'duplicate' or 'abandoned'
+local function push_eval(head, body)
+  if head.incarnation ~= number('incarnation', -1) then
+    return 'abandoned'
   end
-  if entry.item ~= args.item then
-    return nil, entry.item
+  if not grant_of('eval', head.lease_id) then
+    return 'duplicate'
   end
-  drop_grant('eval', args.lease_id)
-  forget('eval', args.item)
-  redis_at('HSET', 'eval:answers', args.item, ARGV[payload])
+  drop_grant('eval', head.lease_id)
+  forget('eval', head.item)
+  redis_at('HSET', 'eval:answers', head.item, body)
   woken.answers = true
   return 'accepted'
 end
 
-local function push_train()
-  local entry = grant_of('train', args.lease_id)
+local function push_train(head, body)
+  local entry = grant_of('train', head.lease_id)
   if not entry then
-    return abandoned(args.tokens, args.incarnation) and 'abandoned' or 'duplicate'
+    return abandoned(head.tokens, head.incarnation) and 'abandoned' or 'duplicate'
   end
-  if entry.item ~= args.item then
-    return nil, entry.item
-  end
-  local incarnation = math.min(args.incarnation, entry.incarnation)
-  if abandoned(args.tokens, incarnation) then
-    drop_grant('train', args.lease_id)
-    queue('train', args.item)
+  local incarnation = math.min(head.incarnation, entry.incarnation)
+  if abandoned(head.tokens, incarnation) then
+    drop_grant('train', head.lease_id)
+    queue('train', head.item)
     return 'abandoned'
   end
-  if not has_room(#ARGV[payload]) then
+  if not has_room(#body) then
     return false
   end
-  drop_grant('train', args.lease_id)
-  local head = { tokens = args.tokens, incarnation = incarnation, arrival = add('serial', 1), lease_id = args.lease_id }
-  hold(args.item, head, ARGV[payload])
+  drop_grant('train', head.lease_id)
+  local kept = { tokens = head.tokens, incarnation = incarnation, arrival = add('serial', 1), lease_id = head.lease_id }
+  hold(head.item, kept, body)
   woken.batch = redis_at('SCARD', 'buffer') >= number('groups_per_step')
   return 'accepted'
 end
 
 function calls.Push()
-  local outcome, other = (is_eval(args.item) and push_eval or push_train)()
-  if other then
-    return refused(string.format('lease %s is for item %s, not for %s', args.lease_id, other, args.item))
+  for _, head in ipairs(args.heads) do
+    local entry = grant_of(is_eval(head.item) and 'eval' or 'train', head.lease_id)
+    if entry and entry.item ~= head.item then
+      return refused(string.format('lease %s is for item %s, not for %s', head.lease_id, entry.item, head.item))
+    end
   end
-  if outcome and outcome ~= 'accepted' then
-    event(outcome, 1)
+  local outcomes = {}
+  for i, head in ipairs(args.heads) do
+    local push = is_eval(head.item) and push_eval or push_train
+    outcomes[i] = push(head, ARGV[payload + i - 1])
+    if outcomes[i] and outcomes[i] ~= 'accepted' then
+      event(outcomes[i], 1)
+    end
   end
-  return ok(outcome)
+  return ok(outcomes)
 end
 
 function calls.Release()

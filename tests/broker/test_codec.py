@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
+import struct
 import types
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from broker import calls, messages
 from broker.codec import decode, encode
 from broker.errors import Refused
+from broker.frame import Writer
 from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Lease, Prompt
 
 LIMIT = 1 << 20
@@ -99,20 +101,28 @@ def test_a_changed_byte_gives_a_group_or_a_refusal_never_anything_else(data: Any
 
 def altered(field: str, value: Any, make: Any) -> bytes:
     """A completion's frame with one field replaced on the wire."""
-    schema, name, body = msgpack.unpackb(encode(make.completion()))
+    frame = encode(make.completion())
+    (size,) = struct.unpack_from("<I", frame)
+    schema, name, body = msgpack.unpackb(frame[4 : 4 + size])
     body[[one.name for one in dataclasses.fields(Completion)].index(field)] = value
-    return bytes(msgpack.packb([schema, name, body]))
+    raw, writer = frame[4 + size + -(4 + size) % 8 :], Writer()
+    writer.add([raw], len(raw))
+    return writer.frame([schema, name, body])
 
 
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
-        ("token_ids", ["<i8", [1], b"12345678"], r"\.token_ids: dtype '<i8' where '<i4'"),
-        ("token_ids", [">i4", [1], b"1234"], r"dtype '>i4' where '<i4'"),
-        ("token_ids", ["<i4", [2], b"1234"], r"4 bytes for shape \[2\]"),
-        ("token_ids", ["<i4", [-1], b""], "not a list of sizes"),
-        ("token_ids", ["|O", [1], b"12345678"], "dtype '|O'"),
-        ("token_ids", [1, 2], r"not \[dtype, shape, bytes\]"),
+        ("token_ids", ["<i8", [4]], r"\.token_ids: dtype '<i8' where '<i4'"),
+        ("token_ids", [">i4", [4]], r"dtype '>i4' where '<i4'"),
+        ("token_ids", ["<i4", [400]], "48 raw bytes left where 1600 are declared"),
+        ("token_ids", ["<i4", [1 << 62]], "raw bytes left where"),
+        ("token_ids", ["<i4", [0, 1 << 63]], "malformed"),
+        ("token_ids", ["<i4", [2]], "8 raw bytes that nothing declares"),
+        ("token_ids", ["<i4", [-1]], "not a list of sizes"),
+        ("token_ids", ["<i4", 4], "not a list of sizes"),
+        ("token_ids", ["|O", [4]], "dtype '|O'"),
+        ("token_ids", [1, 2, 3], r"not \[dtype, shape\]"),
         ("reward", 1, r"\.reward: int where float"),
         ("reward", True, "bool where float"),
         ("finish_reason", b"stop", "bytes where str"),
@@ -138,12 +148,36 @@ def test_frames_of_another_schema_type_or_size_are_refused() -> None:
         decode(frame, Prompt, max_bytes=LIMIT)
     with pytest.raises(Refused, match=r"broker\.max_frame_bytes = 4"):
         decode(frame, Frontier, max_bytes=4)
-    other = msgpack.packb([SCHEMA_VERSION + 1, "Frontier", [3, []]])
+    other = Writer().frame([SCHEMA_VERSION + 1, "Frontier", [3, []]])
     with pytest.raises(Refused, match=f"wire schema {SCHEMA_VERSION + 1} where {SCHEMA_VERSION}"):
         decode(other, Frontier, max_bytes=LIMIT)
     for body in ([3], [3, [], 4], {"base": 3}):
         with pytest.raises(Refused, match="malformed Frontier"):
-            decode(msgpack.packb([SCHEMA_VERSION, "Frontier", body]), Frontier, max_bytes=LIMIT)
+            decode(Writer().frame([SCHEMA_VERSION, "Frontier", body]), Frontier, max_bytes=LIMIT)
+
+
+def test_a_frame_cut_short_or_with_something_behind_it_is_refused(make: Any) -> None:
+    frame = encode(make.completion())
+    for cut in range(len(frame)):
+        with pytest.raises(Refused):
+            decode(frame[:cut], Completion, max_bytes=LIMIT)
+    with pytest.raises(Refused, match="8 raw bytes that nothing declares"):
+        decode(frame + bytes(8), Completion, max_bytes=LIMIT)
+
+
+def test_arrays_of_any_layout_come_back_as_they_were(make: Any) -> None:
+    ids = np.arange(12, dtype=np.int32)
+    for laid_out in (ids[::3], ids.reshape(4, 3)[:, 1], ids[::-1][:4], ids.astype(">i4")[:4], ids[:0]):
+        value = dataclasses.replace(make.completion(), token_ids=laid_out)
+        assert np.array_equal(decode(encode(value), Completion, max_bytes=LIMIT).token_ids, laid_out)
+        group = make.group(Lease(lease_id="l", prompt=make.prompt(0), attempt=1, incarnation=0), completions=(value,))
+        assert np.array_equal(decode(encode(group), Group, max_bytes=LIMIT).completions[0].token_ids, laid_out)
+
+
+def test_decoded_arrays_start_where_processors_like_them_to(make: Any) -> None:
+    copy = decode(encode(make.completion()), Completion, max_bytes=LIMIT)
+    for array in (copy.token_ids, copy.behavior_logprobs, copy.version_runs):
+        assert array.flags.aligned
 
 
 def test_decoded_arrays_are_views_that_nobody_can_write_to(make: Any) -> None:

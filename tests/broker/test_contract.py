@@ -293,6 +293,48 @@ def test_malformed_groups_are_refused_and_the_lease_stays(opened: Broker, make: 
     assert opened.push(make.group(one)) is PushOutcome.ACCEPTED
 
 
+def test_groups_pushed_together_are_taken_each_by_its_own_lease(hub: Any, make: Any) -> None:
+    opened: Broker = hub.client()
+    opened.open_run(rules=make.rules(groups_per_step=40), version=0, frontier=Frontier())
+    opened.feed(make.prompts(range(40)))
+    leases = lease(opened, n=40)
+    groups = [make.group(one) for one in leases]
+    assert opened.push_all([]) == ()
+    assert opened.push_all([groups[0], groups[1], groups[0]]) == (
+        PushOutcome.ACCEPTED,
+        PushOutcome.ACCEPTED,
+        PushOutcome.DUPLICATE,
+    )
+    opened.release(lease_id=leases[5].lease_id, error="")
+    outcomes = opened.push_all(groups)  # more than go into one call
+    duplicates = [i for i, outcome in enumerate(outcomes) if outcome is PushOutcome.DUPLICATE]
+    assert (len(outcomes), duplicates) == (40, [0, 1, 5])
+    counts = opened.state().counts
+    assert (counts.queued, counts.leased, counts.buffered, counts.events["duplicate"]) == (1, 0, 39, 4)
+
+
+def test_of_groups_pushed_together_none_is_taken_when_one_is_refused(opened: Broker, make: Any) -> None:
+    opened.feed(make.prompts(range(3)))
+    one, two, three = lease(opened, n=3)
+    with pytest.raises(Refused, match="is for item 1, not for 2"):
+        opened.push_all([make.group(one), make.group(two, prompt=three.prompt)])
+    broken = replace(make.completion(), behavior_logprobs=np.full(4, np.nan, dtype=np.float32))
+    with pytest.raises(Refused, match="item 1, completion 0"):
+        opened.push_all([make.group(one), make.group(two, completions=(broken,))])
+    assert opened.state().counts.leased == 3
+    assert opened.push_all([make.group(one), make.group(two)]) == (PushOutcome.ACCEPTED,) * 2
+
+
+def test_a_large_group_arrives_as_it_was_sent_however_often_it_is_asked_for(opened: Broker, make: Any) -> None:
+    opened.feed(make.prompts(range(2)))
+    groups = [make.group(one, ((0, 50_000 + i),)) for i, one in enumerate(lease(opened, n=2))]
+    opened.push_all(groups)
+    for _ in range(3):
+        batch = opened.take_batch(version=0, wait_s=0)
+        assert batch is not None
+        assert [encode(group) for group in batch.groups] == [encode(group) for group in groups]
+
+
 def test_prompts_not_named_by_their_position_are_refused(opened: Broker, make: Any) -> None:
     with pytest.raises(Refused, match="not named by its position 3"):
         opened.feed([replace(make.prompt(3), item="seven")])

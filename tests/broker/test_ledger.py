@@ -65,7 +65,7 @@ class Run:
 
     def answer(self, lease: Lease, runs: Any = None) -> PushOutcome | None:
         group = self.make.group(lease, runs or ((self.ledger.version, 4),))
-        return self.ledger.push(GroupHead.of(group), encode(group))
+        return self.ledger.push([GroupHead.of(group)], [encode(group)])[0]
 
     def take(self) -> tuple[BatchHead, list[Group]] | None:
         batch = self.ledger.take_batch(version=self.ledger.version)

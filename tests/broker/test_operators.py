@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -131,11 +133,26 @@ def test_nothing_is_leased_while_the_buffer_is_full_and_a_push_gives_up_at_its_d
     assert broker.push(make.group(leases[2])) is PushOutcome.ACCEPTED
 
 
+def test_of_groups_pushed_together_those_without_room_wait_for_it(hub: Any, make: Any) -> None:
+    broker = opened(hub, make, max_staleness=3, max_buffer_bytes=1)
+    groups = [make.group(one) for one in lease(broker, 4)]
+    with ThreadPoolExecutor(1) as pool:
+        pushing = pool.submit(hub.client().push_all, groups)
+        while broker.state().counts.buffered < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert not pushing.done()
+        assert (broker.state().counts.buffered, broker.state().counts.leased) == (2, 2)
+        train(broker, 0)
+        assert pushing.result(LONG_S) == (PushOutcome.ACCEPTED,) * 4
+    assert broker.state().counts.events == {}
+
+
 def test_an_unreadable_group_costs_an_attempt_and_the_batch_is_gathered_anew(hub: Any, make: Any) -> None:
     broker: Any = opened(hub, make, max_attempts=1)
     good, bad = lease(broker, 2)
     head = calls.GroupHead.of(make.group(bad))
-    assert broker._call(calls.Push(head=head), bodies=[b"not a group"]) is PushOutcome.ACCEPTED
+    assert broker._call(calls.Push(heads=(head,)), bodies=[b"not a group"]) == (PushOutcome.ACCEPTED,)
     answer(broker, make, (good,))
     assert broker.take_batch(version=0, wait_s=0) is None
     counts = broker.state().counts
@@ -151,7 +168,7 @@ def test_a_group_in_place_of_another_is_not_trained_as_that(hub: Any, make: Any)
     broker: Any = opened(hub, make)
     first, second = lease(broker, 2)
     head = calls.GroupHead.of(make.group(first))
-    broker._call(calls.Push(head=head), bodies=[encode(make.group(second))])
+    broker._call(calls.Push(heads=(head,)), bodies=[encode(make.group(second))])
     answer(broker, make, (second,))
     assert broker.take_batch(version=0, wait_s=0) is None
     assert broker.state().counts.events == {"malformed": 1}

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import zmq
 
@@ -24,6 +23,7 @@ from broker.codec import decode, encode
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.errors import BrokerError, BrokerUnreachable, NoOpenRun, Refused
+from broker.frame import Writer
 from broker.heads import LeaseHead
 from broker.messages import SCHEMA_VERSION, Frontier
 from broker.serve import serve
@@ -94,7 +94,7 @@ def head(request_id: int, call: str, wait_s: float = 0.0) -> bytes:
     [
         ([b"", b""], "malformed frame"),
         ([b"\xc1junk"], "malformed frame"),
-        ([msgpack.packb([SCHEMA_VERSION + 1, "RequestHead", [1, "Feed", 0.0]])], "run one version on both sides"),
+        ([Writer().frame([SCHEMA_VERSION + 1, "RequestHead", [1, "Feed", 0.0]])], "run one version on both sides"),
         ([head(1, "Feed")], "no call 'Feed' with 0 frames"),
         ([head(1, "__class__"), b""], "no call '__class__'"),
         ([head(1, "Feed"), encode(Frontier())], "'Frontier' where Feed was expected"),

@@ -252,6 +252,16 @@ class Triplets(RuleBasedStateMachine):
         self.all(lambda broker: broker.push(self.make.group(lease, [(self.version, 2)])))
 
     @precondition(lambda self: self.leases)
+    @rule(count=st.integers(2, 4), age=st.integers(0, 1), mistaken=st.integers(0, 9))
+    def push_together(self, count: int, age: int, mistaken: int) -> None:
+        """In one call; seldom one of them is for another item than its lease, and then none is to be taken."""
+        groups = [self.make.group(lease, [(max(0, self.version - age), 2)]) for lease in self.leases[-count:]]
+        if mistaken == 0:
+            last = groups.pop()
+            groups.append(replace(last, prompt=self.make.prompt(last.prompt.position + 1)))
+        self.all(lambda broker: broker.push_all(groups))
+
+    @precondition(lambda self: self.leases)
     @rule(data=st.data(), error=st.sampled_from(["", "broke", "other"]))
     def release(self, data: Any, error: str) -> None:
         lease = data.draw(st.sampled_from(self.leases))
