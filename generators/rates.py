@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import psutil
+
 from broker.messages import Group
 
 WINDOW_S = 30.0
@@ -36,7 +38,9 @@ class Rates:
         self._forget()
         span = max(1e-3, min(WINDOW_S, self._clock() - self._began))
         tokens = sum(count for _, count in self._recent)
-        return {"tokens_per_s": tokens / span, **{name: float(count) for name, count in self._counts.items()}}
+        memory = float(psutil.Process().memory_info().rss)
+        counts = {name: float(count) for name, count in self._counts.items()}
+        return {"tokens_per_s": tokens / span, "rss_bytes": memory, **counts}
 
     def _forget(self) -> None:
         while self._recent and self._recent[0][0] < self._clock() - WINDOW_S:

@@ -18,7 +18,7 @@ from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
 from learners.feed import EndOfData
-from learners.report import StaleGroups, Stopwatch, metrics
+from learners.report import StaleGroups, Stopwatch, fill, metrics
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink
@@ -167,7 +167,7 @@ class Conductor:
         if stats.applied:
             self._feed.trained(stats.version)
         state = self._feed.look()
-        line = metrics(
+        step = metrics(
             batch=prepared.batch,
             staleness=prepared.staleness,
             stats=stats,
@@ -176,6 +176,7 @@ class Conductor:
             stale_groups=self._stale.since(state.counts),
             times=watch.read(),
         )
+        line = step | fill(state)
         self._sink.write(line)
         self._show(line, state)
 

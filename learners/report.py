@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import psutil
 
-from broker.messages import Batch, Completion, Counts, Group
+from broker.messages import Batch, Completion, Counts, Group, RunState
 from learners.advantages import zero_variance
 from learners.staleness import Staleness
 from learners.stats import StepStats
@@ -100,6 +101,21 @@ def metrics(
         "zero_variance_groups": sum(zero_variance([c.reward for c in group.completions]) for group in batch.groups),
         "failed_completions": sum(group.failed_completions for group in batch.groups),
         "skipped": not stats.applied,
+    }
+
+
+def fill(state: RunState) -> dict[str, object]:
+    """Of a step's line: what the broker holds after it, and the memory of the processes."""
+    counts, rules = state.counts, state.rules
+    generators = [member.stats.get("rss_bytes", 0.0) for member in state.members]
+    return {
+        "queued": counts.queued,
+        "leased": counts.leased,
+        "buffered": counts.buffered,
+        "buffer_bytes": state.buffered_bytes,
+        "buffer_fill": state.buffered_bytes / rules.max_buffer_bytes if rules else 0.0,
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "generator_rss_bytes_max": max(generators, default=0.0),
     }
 
 

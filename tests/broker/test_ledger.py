@@ -224,7 +224,7 @@ def test_an_open_call_sent_again_is_not_a_new_incarnation(make: Any) -> None:
         assert got == expected
 
 
-def test_memory_is_of_the_window_once_items_are_durable(run: Run, make: Any) -> None:
+def test_c62_memory_is_of_the_window_once_items_are_durable(run: Run, make: Any) -> None:
     run.open()
     for start in range(0, 2000, 2):
         run.feed(range(start, start + 2))

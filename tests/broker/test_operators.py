@@ -195,6 +195,25 @@ def test_c51_who_joins_late_learns_the_current_version_anyway(hub: Any, make: An
     assert hub.client().publication(after_attempt=0, wait_s=LONG_S) == offer
 
 
+def test_c49_what_a_dead_learner_held_is_trained_once_by_the_next(hub: Any, make: Any) -> None:
+    broker = opened(hub, make, groups_per_step=5)
+    answer(broker, make, lease(broker, 5))
+    held = broker.take_batch(version=0, wait_s=0)
+    assert held is not None and len(held.groups) == 5
+    following: Broker = hub.client()
+    assert following.open_run(rules=make.rules(groups_per_step=5), version=0, frontier=Frontier()) == 1
+    assert following.state().counts.queued + following.state().counts.buffered == 8, "all that were fed"
+    again = lease(following, 5, incarnation=1)
+    answer(following, make, again)
+    batch = following.take_batch(version=0, wait_s=0)
+    assert batch is not None
+    assert sorted(one.prompt.item for one in batch.groups) == [str(i) for i in range(5)]
+    with pytest.raises(Refused, match=r"batch '?0\.0'? cannot become version 1"):
+        broker.trained(batch_id=held.batch_id, version=1)
+    following.trained(batch_id=batch.batch_id, version=1)
+    assert following.state().counts.trained == 5
+
+
 def test_no_incarnation_is_given_twice_even_by_a_broker_that_has_forgotten_them(hub: Any, make: Any) -> None:
     """Else weights of a lineage that was given up would pass for the new one's."""
     broker: Broker = hub.client()

@@ -7,6 +7,8 @@ import math
 import pickle
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from broker.connect import connect
 from broker.errors import BrokerError, BrokerUnreachable, NoOpenRun, Refused
 from broker.frame import Writer
 from broker.heads import LeaseHead
-from broker.messages import SCHEMA_VERSION, Frontier
+from broker.messages import SCHEMA_VERSION, Frontier, Lease
 from broker.serve import serve
 from broker.server import BrokerServer
 from broker.wire import ReplyHead, RequestHead, read_value
@@ -115,6 +117,32 @@ def test_bad_requests_are_refused_counted_and_harm_nobody(
     assert re.search(re.escape(complaint), reply.text)
     assert broker.state().counts.events == {"malformed": 1}
     assert broker.state().counts.queued == 8
+
+
+def test_c50_a_generator_that_exits_right_behind_its_last_push_has_delivered_all(
+    config: BrokerConfig, url: str, make: Any
+) -> None:
+    """``push`` returns when the group is in the ledger, so nothing is left in a socket that its process closes."""
+    learner = ZmqBroker(config, url)
+    learner.open_run(rules=make.rules(groups_per_step=100), version=0, frontier=Frontier())
+    learner.feed(make.prompts(range(100)))
+    sample = make.group(Lease(lease_id="", prompt=make.prompt(0), attempt=1, incarnation=0))
+    source = f"""
+import dataclasses, os, sys
+from broker.client import ZmqBroker
+from broker.codec import decode
+from broker.config import BrokerConfig
+from broker.messages import Group
+sample = decode(sys.stdin.buffer.read(), Group, max_bytes=1 << 20)
+broker = ZmqBroker(BrokerConfig(), {url!r})
+for one in broker.lease(member_id="g", policy_version=0, incarnation=0, max_prompts=100, wait_s=10.0):
+    broker.push(dataclasses.replace(sample, lease_id=one.lease_id, prompt=one.prompt))
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", source], input=encode(sample), check=True, timeout=60)
+    batch = learner.take_batch(version=0, wait_s=0)
+    assert batch is not None and len(batch.groups) == 100
+    learner.close()
 
 
 def test_a_wait_of_years_is_a_wait_like_others(broker: ZmqBroker, peer: Peer) -> None:

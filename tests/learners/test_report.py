@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
-from broker.messages import Counts
-from learners.report import StaleGroups, Stopwatch
+from broker.messages import Counts, Member, MemberState, Rules, RunState
+from learners.report import StaleGroups, Stopwatch, fill
+
+
+def test_the_fill_of_the_buffer_and_the_memory_are_told() -> None:
+    rules = Rules(
+        max_staleness=1, on_stale="mask", groups_per_step=2, max_attempts=3,
+        lease_timeout_s=30.0, member_timeout_s=10.0, max_buffer_bytes=1000,
+    )  # fmt: skip
+    counts = Counts(
+        fed=9, queued=4, leased=3, buffered=2, training=0, trained=0, durable=0, filtered={}, dead={}, events={}
+    )
+    members = tuple(
+        Member(
+            member_id=name, role="generator", state=MemberState.SERVING, policy_version=0, incarnation=0,
+            host="", pid=1, stats={"rss_bytes": size},
+        )
+        for name, size in (("a", 5.0), ("b", 7.0))
+    )  # fmt: skip
+    told = fill(
+        RunState(
+            revision=1, incarnation=0, version=0, finished="", rules=rules, counts=counts, members=members,
+            publication=None, buffered_bytes=250,
+        )
+    )  # fmt: skip
+    assert (told["queued"], told["leased"], told["buffered"]) == (4, 3, 2)
+    assert (told["buffer_bytes"], told["buffer_fill"], told["generator_rss_bytes_max"]) == (250, 0.25, 7.0)
+    assert psutil.Process().memory_info().rss / 2 < told["rss_bytes"] < psutil.Process().memory_info().rss * 2  # type: ignore[operator]
 
 
 def books(**events: int) -> Counts:

@@ -84,7 +84,8 @@ def test_every_step_has_one_line_with_every_metric(begun: dict[str, Any]) -> Non
         "incarnation", "time", "reward_std", "loss", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior",
         "response_length_mean", "truncated_share", "masked_share", "staleness_mean", "train_tokens_per_s",
         "idle_share", "padding_share", "zero_variance_groups", "failed_completions",
-        "stale_groups", "eval_s",
+        "stale_groups", "eval_s", "queued", "leased", "buffered", "buffer_bytes", "buffer_fill", "rss_bytes",
+        "generator_rss_bytes_max",
     }  # fmt: skip
 
 
