@@ -17,8 +17,8 @@ from broker.contract import PushOutcome
 from broker.messages import Frontier
 
 GROUPS_PER_STEP, MAX_STALENESS = 100, 1
-STEPS_PER_CHECKPOINT, CYCLES = 10, 200  # a cycle is 1,000 groups
-WARM_SHARE = 0.1
+STEPS_PER_CHECKPOINT, CYCLES = 10, 400  # a cycle is 1,000 groups
+WARM_SHARE = 0.5  # allocators go on growing in steps for some 40,000 groups, and then stop
 ANSWER_S = 1200.0
 
 
