@@ -31,7 +31,7 @@ from broker.contract import Broker
 from broker.errors import RunFinished
 from broker.messages import Batch, Frontier, Group
 
-GROUPS_PER_STEP, MAX_STALENESS = 32, 15
+GROUPS_PER_STEP, MAX_STALENESS = 32, 63
 WINDOW = (MAX_STALENESS + 1) * GROUPS_PER_STEP
 PROMPTS_PER_LEASE = SETS_PER_PIPELINE
 COMPLETIONS, TOKENS = 8, 1024

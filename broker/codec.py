@@ -290,7 +290,7 @@ def _column_encoder(name: str, hint: Any) -> Callable[[list[Any], Writer], Any]:
     each = _encoder(hint)
 
     def write(values: list[Any], raw: Writer) -> list[Any]:
-        return values if _only(hint, values) else _each(each, values, raw, f".{name}")
+        return values if _plain_column(hint, values) else _each(each, values, raw, f".{name}")
 
     return write
 
@@ -311,9 +311,20 @@ def _column_decoder(name: str, hint: Any) -> Callable[[Any, int, Reader], Any]:
     def read(value: Any, size: int, raw: Reader) -> list[Any]:
         if type(value) is not list or len(value) != size:
             raise _Malformed(f".{name}: not a column of {size}")
-        return value if _only(hint, value) else _each(each, value, raw, f".{name}")
+        return value if _plain_column(hint, value) else _each(each, value, raw, f".{name}")
 
     return read
+
+
+def _plain_column(hint: Any, values: list[Any]) -> bool:
+    """Whether a column travels as it is: plain values, or dictionaries of them."""
+    if get_origin(hint) is not dict:
+        return _only(hint, values)
+    key, value = get_args(hint)
+    flat = itertools.chain.from_iterable
+    return (
+        set(map(type, values)) <= {dict} and _only(key, flat(values)) and _only(value, flat(map(dict.values, values)))
+    )
 
 
 def _dtype(args: tuple[Any, ...]) -> np.dtype[Any]:
@@ -353,13 +364,10 @@ def _split(value: Any, size: int, dtype: np.dtype[Any], raw: Reader) -> list[Any
     shapes = _declared(value, dtype, "shapes")
     if type(shapes) is not list or len(shapes) != size:
         raise _Malformed(f"not {size} shapes")
-    lengths = _lengths(shapes)
-    flat, start, arrays = raw.take(dtype, sum(lengths)), 0, []
-    for shape, length in zip(shapes, lengths, strict=True):
-        part = flat[start : start + length]
-        arrays.append(part if len(shape) == 1 else part.reshape(shape))
-        start += length
-    return arrays
+    ends = [0, *itertools.accumulate(_lengths(shapes))]
+    flat = raw.take(dtype, ends[-1])
+    parts = [flat[start:end] for start, end in itertools.pairwise(ends)]
+    return [part if len(shape) == 1 else part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _declared(value: Any, dtype: np.dtype[Any], what: str) -> Any:
