@@ -1,7 +1,8 @@
 """Messages to bytes and back: frames ``[schema, type, body]`` (broker/frame.py), driven by the dataclasses' type hints.
 
 A dataclass travels as the list of its field values, an array as ``[dtype, shape]`` and raw bytes, a tuple of
-dataclasses as the number of them and one column a field; a column of arrays is ``[dtype, shapes]`` and raw bytes.
+dataclasses as the number of them and one column a field; a column of arrays is ``[dtype, shapes]`` and raw bytes, with
+lengths for shapes where all have one dimension.
 Decoding is strict: what is not exactly the declared type is refused, nothing is ever converted or executed.
 Decoded arrays are read-only views on the received bytes.
 """
@@ -280,11 +281,14 @@ def _build(kind: type, fields: Any) -> Any:
 def _column_encoder(name: str, hint: Any) -> Callable[[list[Any], Writer], Any]:
     if get_origin(hint) is np.ndarray:
         dtype = _dtype(get_args(hint))
+        text = dtype.str
 
         def pack(arrays: list[Any], raw: Writer) -> list[Any]:
             ready = [_ready(dtype, one, f"[{i}].{name}") for i, one in enumerate(arrays)]
-            raw.add([one for one in ready if one.size], sum([one.nbytes for one in ready]))
-            return [dtype.str, [one.shape for one in ready]]
+            lengths = [one.size for one in ready]
+            raw.add(ready, sum(lengths) * dtype.itemsize)
+            flat = {one.ndim for one in ready} <= {1}
+            return [text, lengths if flat else [one.shape for one in ready]]
 
         return pack
     each = _encoder(hint)
@@ -333,8 +337,8 @@ def _dtype(args: tuple[Any, ...]) -> np.dtype[Any]:
 
 
 def _ready(dtype: np.dtype[Any], value: Any, place: str = "") -> Any:
-    """The array as it is copied into a frame."""
-    if type(value) is np.ndarray and value.dtype == dtype and value.flags.c_contiguous:
+    """The array as it can be copied into a frame."""
+    if type(value) is np.ndarray and value.dtype == dtype:
         return value
     if not isinstance(value, np.ndarray) or value.dtype.newbyteorder("<") != dtype:
         found = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
@@ -364,10 +368,11 @@ def _split(value: Any, size: int, dtype: np.dtype[Any], raw: Reader) -> list[Any
     shapes = _declared(value, dtype, "shapes")
     if type(shapes) is not list or len(shapes) != size:
         raise _Malformed(f"not {size} shapes")
-    ends = [0, *itertools.accumulate(_lengths(shapes))]
+    lined_up = _only(int, shapes) and min(shapes, default=0) >= 0
+    ends = [0, *itertools.accumulate(shapes if lined_up else _lengths(shapes))]
     flat = raw.take(dtype, ends[-1])
     parts = [flat[start:end] for start, end in itertools.pairwise(ends)]
-    return [part if len(shape) == 1 else part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    return parts if lined_up else [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _declared(value: Any, dtype: np.dtype[Any], what: str) -> Any:

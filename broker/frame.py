@@ -24,7 +24,7 @@ _UNICODE = "surrogatepass"
 
 
 class Writer:
-    """Collects raw bytes (anything contiguous that has the buffer protocol) until the header is known."""
+    """Collects raw bytes (anything that has the buffer protocol) until the header is known."""
 
     def __init__(self) -> None:
         self._parts: list[Any] = []
@@ -43,7 +43,14 @@ class Writer:
         if not self._parts:
             return size + packed
         padding = _ZEROS[: -(_SIZE.size + len(packed)) % ALIGNMENT]
-        return b"".join([size, packed, padding, *self._parts])
+        try:
+            return b"".join([size, packed, padding, *self._parts])
+        except (TypeError, ValueError, BufferError):  # strided arrays
+            return b"".join([size, packed, padding, *map(_contiguous, self._parts)])
+
+
+def _contiguous(part: Any) -> Any:
+    return np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part
 
 
 class Reader:
