@@ -19,6 +19,14 @@ class WeightsSyncConfig(StrictModel):
     wire_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="what the weights travel in; bfloat16 halves the bytes and rounds"
     )
+    keep_fp32: tuple[str, ...] = Field(
+        (), description="names (with * and ?) of tensors that travel in float32 whatever wire_dtype says"
+    )
+    sparse: bool = Field(
+        True,
+        description="send what has changed since a version that the generators hold, where that is less; bit for bit "
+        "the same, and one version's bytes more are kept at either end",
+    )
     bucket_bytes: Bytes = Field(64 << 20, ge=1 << 10, description="size of one transfer")
     sync_timeout_s: Seconds = Field(30.0, description="deadline of every wait of one transfer")
     no_generator_timeout_s: Seconds = Field(300.0, description="how long the learner goes on without any receiver")

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgpack
 import xxhash
 
+from weights_sync.encoding import GAP_WIDTHS, Encoding
 from weights_sync.errors import LayoutRefused, SyncFailed
 
-SCHEMA = 1
+SCHEMA = 2
 ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 ITEM_BYTES = {
     "float64": 8,
@@ -69,6 +71,8 @@ class Manifest:
     """What a publication carries.
 
     Attributes:
+        base: version that the payload is an update of; -1: none, every tensor is whole.
+        updates: how each entry travels, in the entries' order; empty without a base.
         tied: alias -> name of the entry that shares its storage; aliases are never sent.
         buffers: names of entries that are buffers; buffers not named here are left alone on the receiver.
     """
@@ -76,13 +80,20 @@ class Manifest:
     version: int
     incarnation: int
     entries: tuple[TensorEntry, ...]
+    base: int = -1
+    updates: tuple[Encoding, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the flat payload, padding included."""
+        """Bytes of a whole version in staging, padding included."""
         return sum(_slot(entry.nbytes) for entry in self.entries)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that are sent: of a whole version as it is in staging, or of the updates."""
+        return self.payload_bytes if self.base < 0 else sum(update.nbytes for update in self.updates)
 
     def layout(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
         """What must not change between two versions of one run: name, shape and wire type of every tensor."""
@@ -90,9 +101,15 @@ class Manifest:
 
 
 def plan(
-    specs: Sequence[TensorSpec], *, wire_dtype: str, tied: Mapping[str, str] | None = None
+    specs: Sequence[TensorSpec],
+    *,
+    wire_dtype: str,
+    keep_fp32: Sequence[str] = (),
+    tied: Mapping[str, str] | None = None,
 ) -> tuple[TensorEntry, ...]:
     """Lays the declared tensors out in their order, floating ones in ``wire_dtype``, tied aliases left out.
+
+    ``keep_fp32``: patterns (fnmatch) of names that travel in float32 all the same.
 
     Raises LayoutRefused for an empty tensor (a shard that was not gathered), a name given twice, an unknown type,
     or an alias of a tensor that is not sent.
@@ -104,6 +121,8 @@ def plan(
         if spec.name in tied:
             continue
         dtype = wire_dtype if spec.dtype in _FLOATS else spec.dtype
+        if spec.dtype in _FLOATS and any(fnmatchcase(spec.name, pattern) for pattern in keep_fp32):
+            dtype = "float32"
         if dtype not in ITEM_BYTES:
             raise LayoutRefused(f"{spec.name}: element type {dtype!r} cannot be sent")
         elements = math.prod(spec.shape)
@@ -162,6 +181,8 @@ def encode(manifest: Manifest) -> bytes:
         "version": manifest.version,
         "incarnation": manifest.incarnation,
         "entries": rows,
+        "base": manifest.base,
+        "updates": [[update.kind, update.count, update.gap_bytes, update.nbytes] for update in manifest.updates],
         "tied": dict(manifest.tied),
         "buffers": list(manifest.buffers),
     }
@@ -179,6 +200,8 @@ def decode(data: bytes) -> Manifest:
             version=_typed(document["version"], int),
             incarnation=_typed(document["incarnation"], int),
             entries=tuple(_entry(row) for row in document["entries"]),
+            base=_typed(document["base"], int),
+            updates=tuple(_update(row) for row in document["updates"]),
             tied={_typed(k, str): _typed(v, str) for k, v in document["tied"].items()},
             buffers=tuple(_typed(name, str) for name in document["buffers"]),
         )
@@ -205,7 +228,26 @@ def _entry(row: list[Any]) -> TensorEntry:
     return entry
 
 
+def _update(row: list[Any]) -> Encoding:
+    kind, count, gap_bytes, nbytes = row
+    update = Encoding(
+        kind=_typed(kind, str), count=_typed(count, int), gap_bytes=_typed(gap_bytes, int), nbytes=_typed(nbytes, int)
+    )
+    fits = update.gap_bytes in GAP_WIDTHS if update.kind == "sparse" else (update.kind, gap_bytes) == ("whole", 0)
+    if not fits or update.count < 0 or update.nbytes < 0:
+        raise ValueError(f"no such update: {row!r}")
+    return update
+
+
 def _consistent(manifest: Manifest) -> None:
+    if len(manifest.updates) != (len(manifest.entries) if manifest.base >= 0 else 0):
+        raise ValueError(f"{len(manifest.updates)} updates of {len(manifest.entries)} entries since {manifest.base}")
+    for entry, update in zip(manifest.entries, manifest.updates, strict=False):
+        elements, item_bytes = math.prod(entry.shape), ITEM_BYTES[entry.dtype]
+        if update.count > elements or update.nbytes != update.count * (item_bytes + update.gap_bytes):
+            raise ValueError(f"{entry.name}: {update.nbytes} bytes for {update.count} changes of {elements} elements")
+        if update.kind == "whole" and update.count != elements:
+            raise ValueError(f"{entry.name}: {update.count} elements where all {elements} were announced")
     offset = 0
     for entry in manifest.entries:
         if entry.offset != offset:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
@@ -25,28 +25,18 @@ from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control, wait_here
 from weights_sync.errors import NoReceiver, SyncFailed
 from weights_sync.groups import Group, check_reachable, host_store, join_store, make_group
-from weights_sync.manifest import Manifest
 from weights_sync.members import STRIKES, Blame, MemberWatch, holds, key, live
 from weights_sync.shelf import Shelf
-from weights_sync.staging import Declaration, Staging
+from weights_sync.staging import Declaration
+from weights_sync.stats import PublishStats
 from weights_sync.transfer import send
+from weights_sync.updates import Payload
 
 log = logging.getLogger(__name__)
 
 _SLICE_S = 0.1  # between looks at the store, which wakes nobody
 _ANSWER_S = 2.0  # for receivers to confirm that they left an abandoned attempt
 _BACKOFF_S = (0.0, 0.1, 0.5, 2.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishStats:
-    """Numbers of the publisher. ``seconds``: from the last announcement to the last receiver's report."""
-
-    version: int = -1
-    seconds: float = 0.0
-    payload_bytes: int = 0
-    attempts: int = 0
-    failed_attempts: int = 0
 
 
 class Publisher:
@@ -72,7 +62,13 @@ class Publisher:
     ) -> None:
         self._config, self._connect, self._incarnation = config, connect, incarnation
         self._device = device if config.backend == "nccl" else "cpu"
-        self._shelf = Shelf(declaration, wire_dtype=config.wire_dtype, device=self._device)
+        self._shelf = Shelf(
+            declaration,
+            wire_dtype=config.wire_dtype,
+            device=self._device,
+            sparse=config.sparse,
+            keep_fp32=config.keep_fp32,
+        )
         self._store, self._address = host_store(config.host, config.port, config.sync_timeout_s)
         self._control = Control(self._store)
         self._changed = threading.Condition()
@@ -84,7 +80,7 @@ class Publisher:
         self._failure: BaseException | None = None
         self._closed = False
         self._offered = -1
-        self._current: tuple[Manifest, Staging] | None = None
+        self._whole_next = False  # an update has failed: the version is sent whole from then on
         self._group: tuple[tuple[tuple[str, int], ...], TCPStore, Group] | None = None
         known = state.publication
         self._numbers = (known.attempt, known.epoch) if known else (0, 0)  # go on counting after a restart
@@ -173,22 +169,23 @@ class Publisher:
         """The receivers of the next attempt, or None when closed. Raises NoReceiver."""
         not_before = time.monotonic() + _BACKOFF_S[min(self._failed_in_a_row, len(_BACKOFF_S) - 1)]
         while True:
-            sealed = self._shelf.promote(self._incarnation)
+            if self._shelf.promote(self._incarnation):
+                self._whole_next = False
+            current = self._shelf.shown
             with self._changed:
                 if self._closed or self._failure is not None:
                     return None
-                self._current = sealed or self._current
-                if self._current is None:
+                if current is None:
                     self._progress = time.monotonic()
                     self._changed.wait()
                     continue
-                pending = self._pending(self._current[0].version)
+                pending = self._pending(current.version)
                 now = time.monotonic()
                 if pending and now >= not_before:
                     return pending
                 if now - self._progress > self._config.no_generator_timeout_s:
                     raise NoReceiver(
-                        f"no generator took version {self._current[0].version} for "
+                        f"no generator took version {current.version} for "
                         f"weights_sync.no_generator_timeout_s = {self._config.no_generator_timeout_s:g} s; "
                         f"{self._blame.text() or 'none is alive'}"
                     )
@@ -196,22 +193,31 @@ class Publisher:
                     self._changed.wait(max(0.01, not_before - now) if pending else _SLICE_S * 10)
 
     def _pending(self, version: int) -> tuple[Member, ...]:
-        """Live generators without ``version``, those left out excepted; notes progress when all have it."""
+        """Live generators without ``version``, those left out excepted; those with the base of an update first.
+
+        Notes when all have it.
+        """
         candidates = [m for m in live(self._members) if not self._blame.out(m)]
         pending = tuple(m for m in candidates if not holds(m, version=version, incarnation=self._incarnation))
         if candidates and not pending:
             self._progress = time.monotonic()
-        return tuple(m for m in pending if key(m) not in self._resting) or pending
+            self._shelf.confirm()
+        pending = tuple(m for m in pending if key(m) not in self._resting) or pending
+        return tuple(m for m in pending if self._has_base(m)) or pending
+
+    def _has_base(self, member: Member) -> bool:
+        base = self._shelf.base
+        return base is not None and holds(member, version=base, incarnation=self._incarnation)
 
     def _try(self, broker: Broker, members: tuple[Member, ...]) -> None:
         """One attempt: announce, transfer, wait for the reports."""
-        assert self._current is not None
         members = tuple(m for m in members if self._reachable(m))
         if not members:
             return
+        payload = self._shelf.payload(sparse=all(map(self._has_base, members)) and not self._whole_next)
         began = time.monotonic()
-        attempt = self._announce(broker, members)
-        transfer = threading.Thread(target=self._transfer, args=(attempt, *self._current), name="transfer", daemon=True)
+        attempt = self._announce(broker, members, payload.manifest.version)
+        transfer = threading.Thread(target=self._transfer, args=(attempt, payload), name="transfer", daemon=True)
         transfer.start()
         failures = self._wait_sent(attempt)
         attempt.over = bool(failures)
@@ -222,7 +228,8 @@ class Publisher:
             failures = self._wait_in_use(attempt)
         else:
             self._blame_silent(attempt, failures)
-        self._book(attempt, failures, time.monotonic() - began)
+        self._whole_next |= bool(failures) and payload.manifest.base >= 0
+        self._book(attempt, payload, failures, time.monotonic() - began)
 
     def _reachable(self, member: Member) -> bool:
         try:
@@ -233,15 +240,14 @@ class Publisher:
             return False
         return True
 
-    def _announce(self, broker: Broker, members: tuple[Member, ...]) -> Attempt:
-        assert self._current is not None
+    def _announce(self, broker: Broker, members: tuple[Member, ...], version: int) -> Attempt:
         keys = tuple(key(m) for m in members)
         if self._group is not None and self._group[0] != keys:
             self._group = None
         number, epoch = self._numbers[0] + 1, self._numbers[1] + (self._group is None)
         self._numbers = (number, epoch)
         publication = Publication(
-            version=self._current[0].version,
+            version=version,
             incarnation=self._incarnation,
             attempt=number,
             epoch=epoch,
@@ -252,7 +258,7 @@ class Publisher:
         broker.publish(publication)
         return Attempt(publication=publication, members=members)
 
-    def _transfer(self, attempt: Attempt, manifest: Manifest, staging: Staging) -> None:
+    def _transfer(self, attempt: Attempt, payload: Payload) -> None:
         """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
         publication = attempt.publication
         try:
@@ -264,7 +270,7 @@ class Publisher:
             group = group or self._form(publication, store)
             attempt.moved()
             buckets = self._config.bucket_bytes
-            send(group, publication, manifest, staging, bucket_bytes=buckets, moved=attempt.moved)
+            send(group, publication, payload, bucket_bytes=buckets, moved=attempt.moved)
             with self._changed:
                 attempt.sent = True
                 if not attempt.over:
@@ -348,7 +354,7 @@ class Publisher:
         self._resting = {key(member) for rank, member in attempt.ranks() if rank in silent}
         failures.update(dict.fromkeys(silent, "does not answer"))
 
-    def _book(self, attempt: Attempt, failures: dict[int, str], seconds: float) -> None:
+    def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
         """Counts the attempt, blames the failed, and throws the group away unless all went well."""
         publication = attempt.publication
         for rank, member in attempt.ranks():
@@ -370,12 +376,15 @@ class Publisher:
             self._group = None if failures else self._group
             self._resting = self._resting if failures else set()
             self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
-            assert self._current is not None
+            self._pending(publication.version)  # before a newer version takes this one's place on the shelf
             done = replace(self.stats, attempts=publication.attempt)
             if failures:
                 done = replace(done, failed_attempts=done.failed_attempts + 1)
             else:
-                size = self._current[1].buffer.numel()
-                done = replace(done, version=publication.version, seconds=seconds, payload_bytes=size)
+                manifest = payload.manifest
+                done = replace(
+                    done, version=publication.version, seconds=seconds, payload_bytes=manifest.payload_bytes,
+                    wire_bytes=manifest.wire_bytes,
+                )  # fmt: skip
             self.stats = done
             self._changed.notify_all()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weights_sync.errors import SyncFailed
+from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.manifest import (
     Manifest,
     TensorEntry,
@@ -74,9 +74,16 @@ class Staging:
         self.views = {entry.name: self.views[entry.name].view(entry.shape) for entry in self.entries}
 
     @classmethod
-    def planned(cls, declaration: Declaration, *, wire_dtype: str, device: str = "cpu") -> Staging:
+    def planned(
+        cls, declaration: Declaration, *, wire_dtype: str, device: str = "cpu", keep_fp32: Sequence[str] = ()
+    ) -> Staging:
         """Staging for everything a model declares."""
-        return cls(plan(declaration.specs, wire_dtype=wire_dtype, tied=declaration.tied), device=device)
+        entries = plan(declaration.specs, wire_dtype=wire_dtype, keep_fp32=keep_fp32, tied=declaration.tied)
+        return cls(entries, device=device)
+
+    def empty_like(self) -> Staging:
+        """Another staging of the same layout."""
+        return Staging(self.entries, device=str(self.buffer.device))
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copies a complete version in, converting to the wire type; a tied tensor comes once, under its first name.
@@ -92,6 +99,14 @@ class Staging:
                     check_shape(by_name[name], tuple(tensor.shape))
                     self.views[name].copy_(tensor)
         check_names(wanted=by_name, got=seen, who="what the learner declared")
+
+    def refuse_nonfinite(self, version: int) -> None:
+        """Raises LayoutRefused naming the tensors that hold a NaN or an infinity: no engine is to sample with them."""
+        wrong = [
+            name for name, view in self.views.items() if view.is_floating_point() and not bool(view.isfinite().all())
+        ]
+        if wrong:
+            raise LayoutRefused(f"version {version} is not sent: {_listed(wrong)} not finite")
 
     def digest_of(self, entry: TensorEntry) -> str:
         """Digest of the entry's wire bytes as they are in the buffer."""
@@ -115,6 +130,10 @@ class Staging:
 
     def _slot(self, entry: TensorEntry) -> Tensor:
         return self.buffer[entry.offset : entry.offset + entry.nbytes]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -1,8 +1,8 @@
 """The dumb copy: header, manifest, payload, each a broadcast from the learner over one group.
 
-    header   int64 [8]: magic, schema, attempt, version, incarnation, manifest bytes, payload bytes, bucket bytes
+    header   int64 [8]: magic, schema, attempt, version, incarnation, manifest bytes, wire bytes, bucket bytes
     manifest uint8 [manifest bytes]: msgpack, see weights_sync/manifest.py
-    payload  uint8 [payload bytes], in buckets
+    payload  uint8 [wire bytes], in buckets: a whole version as it lies in staging, or what has changed since a base
 
 A receiver that will refuse what it sees takes part to the end: gloo relays along a tree, and leaving early would
 break the transfer of others.
@@ -19,6 +19,7 @@ from weights_sync.errors import SyncFailed
 from weights_sync.groups import Group
 from weights_sync.manifest import SCHEMA, Manifest, bucket_spans, decode, encode
 from weights_sync.staging import Staging
+from weights_sync.updates import Payload, patched
 
 _MAGIC = 0x534C4950  # "SLIP"
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -27,40 +28,49 @@ _MAX_MANIFEST_BYTES = 1 << 30
 def send(
     group: Group,
     publication: Publication,
-    manifest: Manifest,
-    staging: Staging,
+    payload: Payload,
     *,
     bucket_bytes: int,
     moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Rank 0's half; ``moved`` is called after every bucket. Raises SyncFailed."""
-    data = bytearray(encode(manifest))
-    total = staging.buffer.numel()
+    data, total = bytearray(encode(payload.manifest)), payload.data.numel()
     head = [_MAGIC, SCHEMA, publication.attempt, publication.version, publication.incarnation]
     header = torch.tensor([*head, len(data), total, bucket_bytes], dtype=torch.int64)
     group.broadcast(header.to(group.device))
     group.broadcast(torch.frombuffer(data, dtype=torch.uint8).to(group.device))
     for start, stop in bucket_spans(total, bucket_bytes):
-        group.broadcast(staging.buffer[start:stop])
+        group.broadcast(payload.data[start:stop])
         moved()
 
 
-def receive(group: Group, publication: Publication) -> tuple[Manifest, Staging]:
-    """The other ranks' half: the bytes as they arrived, not yet verified. Raises SyncFailed."""
+def receive(
+    group: Group, publication: Publication, *, base_of: Callable[[Manifest], Staging | None] = lambda manifest: None
+) -> tuple[Manifest, Staging]:
+    """The other ranks' half: the bytes as they arrived, not yet verified. Raises SyncFailed.
+
+    ``base_of``: the version that the manifest's payload is an update of, if it is held.
+    """
     header = torch.zeros(8, dtype=torch.int64, device=group.device)
     group.broadcast(header)
-    magic, schema, attempt, version, incarnation, manifest_bytes, payload_bytes, bucket_bytes = header.tolist()
+    magic, schema, attempt, version, incarnation, manifest_bytes, wire_bytes, bucket_bytes = header.tolist()
     if (magic, schema) != (_MAGIC, SCHEMA) or not 0 < manifest_bytes <= _MAX_MANIFEST_BYTES or bucket_bytes <= 0:
         raise SyncFailed(f"not a header of schema {SCHEMA}: {header.tolist()}")
     data = torch.zeros(manifest_bytes, dtype=torch.uint8, device=group.device)
     group.broadcast(data)
     manifest = decode(data.cpu().numpy().tobytes())
-    if manifest.payload_bytes != payload_bytes:
-        raise SyncFailed(f"header announces {payload_bytes} bytes, manifest {manifest.payload_bytes}")
-    staging = Staging(manifest.entries, device=group.device)
-    for start, stop in bucket_spans(payload_bytes, bucket_bytes):
-        group.broadcast(staging.buffer[start:stop])
+    if manifest.wire_bytes != wire_bytes:
+        raise SyncFailed(f"header announces {wire_bytes} bytes, manifest {manifest.wire_bytes}")
+    staging = Staging(manifest.entries, device=group.device) if manifest.base < 0 else None
+    data = torch.zeros(wire_bytes, dtype=torch.uint8, device=group.device) if staging is None else staging.buffer
+    for start, stop in bucket_spans(wire_bytes, bucket_bytes):
+        group.broadcast(data[start:stop])
     sent = (publication.attempt, publication.version, publication.incarnation)
     if (attempt, version, incarnation) != sent or (manifest.version, manifest.incarnation) != sent[1:]:
         raise SyncFailed(f"attempt, version, incarnation {(attempt, version, incarnation)} came, {sent} was announced")
+    if staging is None:
+        base = base_of(manifest)
+        if base is None:
+            raise SyncFailed(f"version {version} is an update of version {manifest.base}, which is not held here")
+        staging = patched(base, manifest, data)
     return manifest, staging

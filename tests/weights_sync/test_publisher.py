@@ -63,6 +63,83 @@ def test_every_version_reaches_every_generator_over_one_group(model, publish, fo
     assert publisher.stats.version == 2 and publisher.stats.failed_attempts == 0
 
 
+def nudge(model: nn.Module, count: int = 5) -> dict[str, torch.Tensor]:
+    """Changes a few elements, as a small step does in bfloat16, and returns what the model is now."""
+    with torch.no_grad():
+        for parameter in list(model.parameters())[::2]:
+            parameter.view(-1)[:count] += 1
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_what_has_changed_is_all_that_is_sent_to_those_who_hold_the_version_before(model, publish, follow) -> None:
+    (_, first), (_, second) = follow("g1", CONFIG), follow("g2", CONFIG)
+    publisher = publish(model)
+    sent = []
+    for version in range(4):
+        wanted = nudge(model)
+        publisher.offer(version, model.named_parameters())
+        publisher.flush(20)
+        assert_equal(first.versions[version], wanted)
+        assert_equal(second.versions[version], wanted)
+        sent.append(publisher.stats.wire_bytes)
+    assert sent[0] == publisher.stats.payload_bytes
+    assert sent[1:] == [6 * 5 * (4 + 1)] * 3, "six weights of twelve parameters, five floats and their gaps each"
+    assert publisher.stats.failed_attempts == 0
+
+
+def test_a_newcomer_gets_the_version_whole_and_then_updates_like_the_others(model, publish, follow) -> None:
+    _, first = follow("g1", CONFIG)
+    publisher = publish(model)
+    for version in range(2):
+        nudge(model)
+        publisher.offer(version, model.named_parameters())
+        publisher.flush(20)
+    _, second = follow("g2", CONFIG)
+    with publisher._changed:
+        assert publisher._changed.wait_for(lambda: 1 in second.versions, timeout=20)
+    assert publisher.stats.failed_attempts == 0
+    publisher.flush(20)
+    for version in (2, 3):
+        wanted = nudge(model)
+        publisher.offer(version, model.named_parameters())
+        publisher.flush(20)
+        assert_equal(first.versions[version], wanted)
+        assert_equal(second.versions[version], wanted)
+    assert publisher.stats.wire_bytes < publisher.stats.payload_bytes / 10
+    assert publisher.stats.failed_attempts == 0
+
+
+def test_one_who_lost_its_base_gets_the_version_whole_at_the_second_attempt(model, publish, follow) -> None:
+    _, receiver = follow("g1", CONFIG)
+    publisher = publish(model)
+    nudge(model)
+    publisher.offer(0, model.named_parameters())
+    publisher.flush(20)
+    receiver._receiver._held.clear()
+    wanted = nudge(model)
+    publisher.offer(1, model.named_parameters())
+    publisher.flush(20)
+    assert_equal(receiver.versions[1], wanted)
+    assert (publisher.stats.failed_attempts, publisher.stats.wire_bytes) == (1, publisher.stats.payload_bytes)
+    nudge(model)
+    publisher.offer(2, model.named_parameters())
+    publisher.flush(20)
+    assert (publisher.stats.failed_attempts, publisher.stats.wire_bytes) == (1, 150)
+
+
+def test_a_version_with_a_nan_ends_the_publisher_and_the_one_before_stays(model, publish, follow) -> None:
+    _, receiver = follow("g1", CONFIG)
+    publisher = publish(model)
+    publisher.offer(0, model.named_parameters())
+    publisher.flush(20)
+    with torch.no_grad():
+        next(model.parameters())[3, 3] = float("nan")
+    publisher.offer(1, model.named_parameters())
+    with pytest.raises(LayoutRefused, match=r"version 1 is not sent: 0\.weight not finite"):
+        publisher.flush(20)
+    assert list(receiver.versions) == [0]
+
+
 def test_c60_a_late_joiner_gets_the_current_version_whole_and_alone(model, publish, follow) -> None:
     early, _ = follow("g1", CONFIG)
     publisher = publish(model)

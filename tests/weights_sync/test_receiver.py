@@ -14,6 +14,7 @@ from weights_sync.manifest import Manifest, TensorSpec
 from weights_sync.receiver import Receiver
 from weights_sync.staging import Declaration, Staging
 from weights_sync.transfer import send
+from weights_sync.updates import whole
 
 CONFIG = WeightsSyncConfig(sync_timeout_s=20.0, bucket_bytes=1024)
 DECLARATION = Declaration(specs=(TensorSpec(name="a", shape=(40, 40)), TensorSpec(name="b", shape=(3,))), tied={})
@@ -51,7 +52,7 @@ class Root:
     def send(self, publication: Publication, staging: Staging, manifest: Manifest) -> None:
         self.form()
         assert self.group is not None
-        send(self.group, publication, manifest, staging, bucket_bytes=CONFIG.bucket_bytes)
+        send(self.group, publication, whole(manifest, staging), bucket_bytes=CONFIG.bucket_bytes)
 
 
 @pytest.fixture
