@@ -37,6 +37,7 @@ from learners.feed import EndOfData
 from learners.run import run_rank
 from tasks.model import load_tokenizer
 from tasks.prompts import PromptFeed
+from weights_sync.stats import PublishStats
 
 GENERATOR = "serial"
 
@@ -70,10 +71,12 @@ class SerialGenerator:
     def __init__(self, *, engine: HfEngine, rollout: Rollout, broker: Broker, runner: asyncio.Runner) -> None:
         self._engine, self._rollout, self._broker, self._runner = engine, rollout, broker, runner
         self._incarnation = 0
+        self.stats = PublishStats()
 
     def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Holds ``version`` from now on."""
         self._engine.load_weights(version, tensors)
+        self.stats = PublishStats(version=version)
         self._incarnation = self._broker.state().incarnation
         self._broker.report(
             Member(

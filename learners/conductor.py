@@ -18,11 +18,12 @@ from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
 from learners.feed import EndOfData
-from learners.report import StaleGroups, Stopwatch, fill, metrics
+from learners.report import StaleGroups, Stopwatch, fill, metrics, synced
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink
 from weights_sync.errors import SyncFailed
+from weights_sync.stats import PublishStats
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class Feed(Protocol):
 
 class Publishing(Protocol):
     """What weights_sync.publisher.Publisher offers."""
+
+    stats: PublishStats
 
     def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Takes a copy of a version, to be sent beside the next step."""
@@ -176,7 +179,7 @@ class Conductor:
             stale_groups=self._stale.since(state.counts),
             times=watch.read(),
         )
-        line = step | fill(state)
+        line = step | fill(state) | synced(self._publisher.stats)
         self._sink.write(line)
         self._show(line, state)
 

@@ -12,6 +12,7 @@ from broker.messages import Batch, Completion, Counts, Group, RunState
 from learners.advantages import zero_variance
 from learners.staleness import Staleness
 from learners.stats import StepStats
+from weights_sync.stats import PublishStats
 
 
 class Stopwatch:
@@ -116,6 +117,17 @@ def fill(state: RunState) -> dict[str, object]:
         "buffer_fill": state.buffered_bytes / rules.max_buffer_bytes if rules else 0.0,
         "rss_bytes": psutil.Process().memory_info().rss,
         "generator_rss_bytes_max": max(generators, default=0.0),
+    }
+
+
+def synced(stats: PublishStats) -> dict[str, object]:
+    """Of a step's line: the last version that every receiver of its attempt has taken."""
+    return {
+        "sync_version": stats.version,
+        "sync_s": stats.seconds,
+        "sync_wire_bytes": stats.wire_bytes,
+        "sync_whole_bytes": stats.payload_bytes,
+        "sync_failed_attempts": stats.failed_attempts,
     }
 
 

@@ -19,8 +19,9 @@ class WeightsSyncConfig(StrictModel):
     wire_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="what the weights travel in; bfloat16 halves the bytes and rounds"
     )
-    keep_fp32: tuple[str, ...] = Field(
-        (), description="names (with * and ?) of tensors that travel in float32 whatever wire_dtype says"
+    keep_fp32: list[str] = Field(
+        default_factory=list,
+        description="names (with * and ?) of tensors that travel in float32 whatever wire_dtype says",
     )
     sparse: bool = Field(
         True,

@@ -8,7 +8,7 @@ Without sparse updates there is no base, and two buffers do.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ class Shelf:
     """
 
     def __init__(
-        self, declaration: Declaration, *, wire_dtype: str, device: str, sparse: bool, keep_fp32: tuple[str, ...] = ()
+        self, declaration: Declaration, *, wire_dtype: str, device: str, sparse: bool, keep_fp32: Sequence[str] = ()
     ) -> None:
         self.declaration = declaration
         self._lock = threading.Lock()

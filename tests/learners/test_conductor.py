@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from broker.config import RolloutConfig
@@ -15,6 +16,7 @@ from learners.config import AlgorithmConfig, LearnerConfig
 from learners.report import Stopwatch
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink, read_jsonl
+from weights_sync.stats import PublishStats
 
 NUMBERS = dict.fromkeys(
     ("lr", "loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior", "entropy"), 0.0
@@ -42,7 +44,7 @@ def test_a_step_is_written_with_its_stale_groups_and_told_with_the_brokers_state
     told: list[tuple[Mapping[str, object], RunState]] = []
     conductor = Conductor(
         feed=Feed(),  # type: ignore[arg-type]
-        publisher=None,  # type: ignore[arg-type]
+        publisher=SimpleNamespace(stats=PublishStats(version=7, wire_bytes=5, payload_bytes=50)),  # type: ignore[arg-type]
         evaluation=None,  # type: ignore[arg-type]
         sink=JsonlSink(tmp_path / "metrics.jsonl"),
         rollout=RolloutConfig(),
@@ -55,6 +57,7 @@ def test_a_step_is_written_with_its_stale_groups_and_told_with_the_brokers_state
         assert conductor.next_plan(version - 1)(0.0)
         stats: Any = StepStats(version=version, applied=True, **NUMBERS)
         conductor.stepped(stats, Stopwatch())
+    assert [line["sync_wire_bytes"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [5, 5]
     assert [line["stale_groups"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [2, 2]
     assert [line["step"] for line, _ in told] == [1, 2]
     assert told[-1][1].counts.events == {"stale": 16}

@@ -1,4 +1,5 @@
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -6,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weights_sync.encoding import Encoding
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.manifest import (
     ALIGNMENT,
@@ -81,12 +83,47 @@ def test_a_changed_byte_never_gives_an_inconsistent_manifest(place: int, value: 
         ("entries", [["a", [2], "float32", 0, 8, "0" * 32], ["a", [2], "float32", 64, 8, "0" * 32]]),
         ("tied", {"head": "absent"}),
         ("buffers", ["absent"]),
+        ("base", 3),
+        ("updates", [["whole", 2, 0, 8]]),
     ],
 )
 def test_a_manifest_with_a_wrong_field_is_refused(field: str, value: object) -> None:
     document = msgpack.unpackb(encode(manifest_of([TensorSpec(name="a", shape=(2,))])))
     with pytest.raises(SyncFailed, match="malformed manifest"):
         decode(msgpack.packb({**document, field: value}))
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        ["dense", 1, 1, 5],
+        ["sparse", 1, 0, 4],
+        ["sparse", 1, 3, 7],
+        ["sparse", 3, 1, 15],
+        ["sparse", 1, 1, 6],
+        ["sparse", -1, 1, -5],
+        ["whole", 2, 1, 10],
+        ["whole", 1, 0, 4],
+        ["whole", 2, 0],
+    ],
+)
+def test_an_update_that_no_sender_makes_is_refused(update: list[object]) -> None:
+    document = msgpack.unpackb(encode(manifest_of([TensorSpec(name="a", shape=(2,))])))
+    with pytest.raises(SyncFailed, match="malformed manifest"):
+        decode(msgpack.packb({**document, "base": 3, "updates": [update]}))
+
+
+def test_an_update_counts_what_is_sent_and_survives_the_trip() -> None:
+    manifest = replace(
+        manifest_of([TensorSpec(name="a", shape=(40,)), TensorSpec(name="b", shape=(2,))]),
+        base=3,
+        updates=(
+            Encoding(kind="sparse", count=4, gap_bytes=1, nbytes=12),
+            Encoding(kind="whole", count=2, gap_bytes=0, nbytes=4),
+        ),
+    )
+    assert (manifest.wire_bytes, manifest.payload_bytes) == (16, 128 + 64)
+    assert decode(encode(manifest)) == manifest
 
 
 def test_c120_a_pickle_in_place_of_a_manifest_is_refused_and_runs_nothing(tmp_path: Path) -> None:

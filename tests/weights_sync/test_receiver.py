@@ -1,6 +1,7 @@
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from weights_sync.manifest import Manifest, TensorSpec
 from weights_sync.receiver import Receiver
 from weights_sync.staging import Declaration, Staging
 from weights_sync.transfer import send
-from weights_sync.updates import whole
+from weights_sync.updates import since, whole
 
 CONFIG = WeightsSyncConfig(sync_timeout_s=20.0, bucket_bytes=1024)
 DECLARATION = Declaration(specs=(TensorSpec(name="a", shape=(40, 40)), TensorSpec(name="b", shape=(3,))), tied={})
@@ -87,6 +88,32 @@ def test_a_sent_version_is_staged_whole_and_taken_once(root: Root, receiver_of: 
     assert root.store.get(settled_key(1, 1)).decode() == STAGED
     with pytest.raises(SyncFailed, match="attempt 1 is not staged"):
         receiver.take(1)
+
+
+@pytest.mark.parametrize("flipped", [0, 4], ids=["value", "place"])
+def test_c10_a_byte_changed_in_an_update_is_refused_and_the_version_held_stays(
+    root: Root, receiver_of: Make, flipped: int
+) -> None:
+    receiver, settled = receiver_of()
+    versions = {5: root.staging(2.5), 6: root.staging(2.5)}
+    versions[6].views["a"][3, 3] = 7.0
+    manifests = {
+        version: staging.sealed(version=version, incarnation=0, declaration=DECLARATION)
+        for version, staging in versions.items()
+    }
+    receiver.receive(first := root.publication(1, 5))
+    root.send(first, versions[5], manifests[5])
+    assert settled.get(timeout=10) == (1, "")
+    held = receiver.take(1).staging
+    payload = since(5, versions[5], manifests[6], versions[6])
+    assert payload.manifest.base == 5 and payload.data.numel() == 5
+    broken = payload.data.clone()
+    broken[flipped] ^= 8
+    receiver.receive(publication := root.publication(2, 6))
+    assert root.group is not None
+    send(root.group, publication, replace(payload, data=broken), bucket_bytes=CONFIG.bucket_bytes)
+    assert "bytes of a differ from their digest" in settled.get(timeout=10)[1]
+    held.verify(manifests[5])
 
 
 def test_c10_a_byte_changed_in_flight_is_refused_and_the_next_attempt_succeeds(root: Root, receiver_of: Make) -> None:
