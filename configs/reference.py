@@ -101,7 +101,7 @@ def _words(kind: object) -> str:
         return " or ".join(_words(one) for one in arguments)
     if origin is dict:
         return f"names with {_words(arguments[1])}"
-    if origin is tuple:
+    if origin in (tuple, list):
         return "list of " + ", ".join(_words(one) for one in arguments)
     assert isinstance(kind, type) and kind in _PLAIN, kind
     return _PLAIN[kind]
