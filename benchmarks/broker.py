@@ -2,7 +2,7 @@
 
     throughput   groups of 8 x 1,024 tokens a second, beside bare pyzmq and bare redis-py moving the same bytes
     generators   a thousand generators: latency of a lease, errors, the staleness bound
-    memory       what the broker keeps of 200,000 groups that have gone through
+    memory       what the broker keeps of 200,000 groups that go through it, after as many to warm up
     lease_cost   a lease with 100 to 100,000 prompts queued
 
 Ours and the reference are measured in one run and in turns, since the machine is noisy. A missed target is printed as
@@ -12,8 +12,6 @@ MISS and ends with status 1 only with --strict.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +19,10 @@ from pathlib import Path
 
 from benchmarks.figures import Figure, line, save
 from benchmarks.lease_cost import lease_cost
+from benchmarks.machine import machine
 from benchmarks.many_generators import many_generators
 from benchmarks.memory import memory
-from benchmarks.processes import Backend, cores
+from benchmarks.processes import Backend
 from benchmarks.throughput import throughput
 
 MEASURES: dict[str, Callable[[Backend, bool], list[Figure]]] = {
@@ -46,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures here too")
     options = parser.parse_args(arguments)
-    machine = _machine()
-    print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    here = machine()
+    print(", ".join(f"{name} {value}" for name, value in here.items()), flush=True)
     figures: list[Figure] = []
     for name in [options.only] if options.only else MEASURES:
         start = time.monotonic()
@@ -60,17 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     told = [one for one in figures if one.passed is not None]
     print(f"{len(told) - len(missed)} of {len(told)} targets met")
     if options.json:
-        save(options.json, figures, machine)
+        save(options.json, figures, here)
     return 1 if missed and options.strict else 0
-
-
-def _machine() -> dict[str, object]:
-    return {
-        "cores": cores(),
-        "load": f"{os.getloadavg()[0]:.2f}",
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def prompts(positions: Iterable[int]) -> list[Prompt]:
     ]
 
 
-def rules(*, groups_per_step: int, max_staleness: int) -> Rules:
+def rules(*, groups_per_step: int, max_staleness: int, member_timeout_s: float = 10.0) -> Rules:
     """Rules of a run with this B and η, with the other settings' usual values."""
     return Rules(
         max_staleness=max_staleness,
@@ -41,7 +41,7 @@ def rules(*, groups_per_step: int, max_staleness: int) -> Rules:
         groups_per_step=groups_per_step,
         max_attempts=3,
         lease_timeout_s=30.0,
-        member_timeout_s=10.0,
+        member_timeout_s=member_timeout_s,
     )
 
 

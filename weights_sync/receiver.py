@@ -24,6 +24,7 @@ from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, STAGED, here_key, settled_key, verdict_key
 from weights_sync.errors import SyncFailed
 from weights_sync.groups import Group, join_store, make_group, route_to
+from weights_sync.held import Held
 from weights_sync.manifest import Manifest
 from weights_sync.staging import Staging
 from weights_sync.transfer import receive
@@ -71,7 +72,7 @@ class Receiver:
         self._device = device if config.backend == "nccl" else "cpu"
         self._lock = threading.Lock()
         self._staged: tuple[int, Staged] | None = None
-        self._held: list[Staged] = []  # the last two that were taken: one is in use, whichever the engine ended up with
+        self._held = Held(keep=config.sparse)
         self._store: tuple[str, TCPStore] | None = None
         self._group: tuple[str, int, Group] | None = None
         self._latest: _Attempt | None = None
@@ -92,14 +93,8 @@ class Receiver:
             staged, self._staged = self._staged, None
         if staged is None or staged[0] != attempt:
             raise SyncFailed(f"attempt {attempt} is not staged")
-        if self._config.sparse:
-            self._held = [*self._held[-1:], staged[1]]
+        self._held.add(staged[1].manifest, staged[1].staging)
         return staged[1]
-
-    def _base_of(self, manifest: Manifest) -> Staging | None:
-        wanted = (manifest.base, manifest.incarnation)
-        held = [one.staging for one in self._held if (one.manifest.version, one.manifest.incarnation) == wanted]
-        return held[-1] if held else None
 
     def close(self) -> None:
         """Leaves an attempt under way, so that none of our threads is waiting for the learner at the process's end."""
@@ -131,7 +126,7 @@ class Receiver:
             # Read by a process that has just come under an old member id; gloo would wait for its group without end.
             raise SyncFailed(f"attempt {publication.attempt} is over")
         store.set(here_key(publication.attempt, attempt.rank), "1")
-        manifest, staging = receive(self._group_for(attempt, store), publication, base_of=self._base_of)
+        manifest, staging = receive(self._group_for(attempt, store), publication, self._held)
         self._check(manifest)
         staging.verify(manifest)
         return Staged(manifest=manifest, staging=staging)

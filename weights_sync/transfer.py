@@ -17,9 +17,10 @@ import torch
 from broker.messages import Publication
 from weights_sync.errors import SyncFailed
 from weights_sync.groups import Group
+from weights_sync.held import Held
 from weights_sync.manifest import SCHEMA, Manifest, bucket_spans, decode, encode
 from weights_sync.staging import Staging
-from weights_sync.updates import Payload, patched
+from weights_sync.updates import Payload, patch
 
 _MAGIC = 0x534C4950  # "SLIP"
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -44,13 +45,8 @@ def send(
         moved()
 
 
-def receive(
-    group: Group, publication: Publication, *, base_of: Callable[[Manifest], Staging | None] = lambda manifest: None
-) -> tuple[Manifest, Staging]:
-    """The other ranks' half: the bytes as they arrived, not yet verified. Raises SyncFailed.
-
-    ``base_of``: the version that the manifest's payload is an update of, if it is held.
-    """
+def receive(group: Group, publication: Publication, held: Held) -> tuple[Manifest, Staging]:
+    """The other ranks' half: the bytes as they arrived, not yet verified. Raises SyncFailed."""
     header = torch.zeros(8, dtype=torch.int64, device=group.device)
     group.broadcast(header)
     magic, schema, attempt, version, incarnation, manifest_bytes, wire_bytes, bucket_bytes = header.tolist()
@@ -61,16 +57,17 @@ def receive(
     manifest = decode(data.cpu().numpy().tobytes())
     if manifest.wire_bytes != wire_bytes:
         raise SyncFailed(f"header announces {wire_bytes} bytes, manifest {manifest.wire_bytes}")
-    staging = Staging(manifest.entries, device=group.device) if manifest.base < 0 else None
-    data = torch.zeros(wire_bytes, dtype=torch.uint8, device=group.device) if staging is None else staging.buffer
+    staging = held.room(manifest, group.device)
+    whole = manifest.base < 0
+    data = staging.buffer if whole else torch.empty(wire_bytes, dtype=torch.uint8, device=group.device)
     for start, stop in bucket_spans(wire_bytes, bucket_bytes):
         group.broadcast(data[start:stop])
     sent = (publication.attempt, publication.version, publication.incarnation)
     if (attempt, version, incarnation) != sent or (manifest.version, manifest.incarnation) != sent[1:]:
         raise SyncFailed(f"attempt, version, incarnation {(attempt, version, incarnation)} came, {sent} was announced")
-    if staging is None:
-        base = base_of(manifest)
+    if not whole:
+        base = held.base(manifest)
         if base is None:
             raise SyncFailed(f"version {version} is an update of version {manifest.base}, which is not held here")
-        staging = patched(base, manifest, data)
+        patch(staging, base, manifest, data)
     return manifest, staging

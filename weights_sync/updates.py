@@ -48,11 +48,12 @@ def since(base_version: int, base: Staging, manifest: Manifest, staging: Staging
     return Payload(manifest=replace(manifest, base=base_version, updates=tuple(updates)), data=data)
 
 
-def patched(base: Staging, manifest: Manifest, data: Tensor) -> Staging:
-    """The version that ``data`` makes of ``base``, which stays as it is. Raises SyncFailed."""
+def patch(staging: Staging, base: Staging, manifest: Manifest, data: Tensor) -> None:
+    """Fills ``staging`` with the version that ``data`` makes of ``base``, which stays as it is. Raises SyncFailed."""
     if [(e.name, e.shape, e.dtype) for e in base.entries] != list(manifest.layout()):
         raise SyncFailed(f"version {manifest.version} is an update of another layout than the one held")
-    staging, start = Staging(manifest.entries, buffer=base.buffer.clone()), 0
+    staging.buffer.copy_(base.buffer)
+    start = 0
     for entry, update in zip(manifest.entries, manifest.updates, strict=True):
         part = data[start : start + update.nbytes]
         start += update.nbytes
@@ -61,4 +62,3 @@ def patched(base: Staging, manifest: Manifest, data: Tensor) -> Staging:
             target.reshape(-1).view(torch.uint8).copy_(part)
         else:
             sparse.apply(part, update, target, name=entry.name)
-    return staging

@@ -115,7 +115,7 @@ def test_one_who_lost_its_base_gets_the_version_whole_at_the_second_attempt(mode
     nudge(model)
     publisher.offer(0, model.named_parameters())
     publisher.flush(20)
-    receiver._receiver._held.clear()
+    receiver._receiver._held._versions.clear()
     wanted = nudge(model)
     publisher.offer(1, model.named_parameters())
     publisher.flush(20)
