@@ -19,7 +19,7 @@ test: $(VENV)/.ready  ## every test that runs without a GPU
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 check: lint  ## the whole check in under 90 seconds
-	$(BIN)/python -m pytest -m "not slow and not service and not gpu" -q -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not service and not gpu" -q -n 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.ready  ## lint, format, strict types
 	$(BIN)/ruff check .
