@@ -24,7 +24,7 @@ from benchmarks.sync_wire import BUCKET_BYTES, TIMEOUT_S, declaration
 from learners.sharding import Sharding
 from weights_sync.groups import Group, host_store, join_store, make_group
 from weights_sync.manifest import bucket_spans
-from weights_sync.shelf import Shelf
+from weights_sync.slots import Slots
 
 RANKS = 2
 ANSWER_S = 600.0
@@ -79,7 +79,7 @@ def _rank(urls: Any, address: str, total: int, rounds: int, rank: int) -> tuple[
     group = _sync_group(address, 0) if rank == 0 else None
     model, sharding = declaration(total), Sharding(partitioned=True, rank=rank, world=RANKS, device="cpu")
     shards = [(spec.name, spec.shape, torch.rand(spec.shape[0] * spec.shape[1] // RANKS)) for spec in model.specs]
-    shelf = Shelf(model, wire_dtype="float32", device="cpu", sparse=False) if rank == 0 else None
+    slots = Slots(declaration(total, part=rank, parts=RANKS), wire_dtype="float32", device="cpu")
     space = [torch.zeros_like(shard) for _, _, shard in shards]
     flat = torch.zeros(total, dtype=torch.uint8)
 
@@ -87,10 +87,7 @@ def _rank(urls: Any, address: str, total: int, rounds: int, rank: int) -> tuple[
         yield from sharding.whole(shards)
 
     def ours() -> None:
-        if shelf is not None:
-            shelf.put(1, whole())
-        else:
-            _exhaust(whole())
+        slots.fill(0, 1, ((name, shard) for name, _, shard in shards))
 
     def copy() -> None:
         for target, (_, _, shard) in zip(space, shards, strict=True):

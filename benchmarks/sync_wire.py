@@ -19,13 +19,15 @@ from benchmarks.processes import CONTEXT, Worker, told, workers
 from broker.messages import Publication
 from weights_sync.groups import Group, host_store, join_store, make_group
 from weights_sync.held import Held
+from weights_sync.incoming import Incoming
 from weights_sync.manifest import TensorSpec, bucket_spans
-from weights_sync.staging import Declaration, Staging
+from weights_sync.staging import Declaration, Staging, shard_of
 from weights_sync.transfer import receive, send
 from weights_sync.updates import whole
 
 RECEIVERS = (1, 2, 4)
 BUCKET_BYTES = 64 << 20
+TENSORS = 64
 TIMEOUT_S = 60.0
 ANSWER_S = 600.0
 
@@ -64,10 +66,12 @@ def wire(quick: bool) -> list[Figure]:
     return figures
 
 
-def declaration(total: int, tensors: int = 64) -> Declaration:
-    """A model of ``total`` bytes of float32 in equal tensors."""
-    rows = total // 4 // tensors // 1024
-    return Declaration(specs=tuple(TensorSpec(name=f"w{i}", shape=(rows, 1024)) for i in range(tensors)), tied={})
+def declaration(total: int, *, part: int = 0, parts: int = 1) -> Declaration:
+    """A model of ``total`` bytes of float32 in equal tensors, or one rank's part of it."""
+    rows = total // 4 // TENSORS // 1024
+    start, count = shard_of(rows * 1024, part, parts)
+    specs = [TensorSpec(name=f"w{i}", shape=(rows, 1024), start=start, count=count) for i in range(TENSORS)]
+    return Declaration(specs=tuple(specs), tied={}, part=part, parts=parts)
 
 
 def _send(urls: Any, total: int, rounds: int, count: int) -> tuple[list[float], list[float]]:
@@ -109,8 +113,9 @@ def _receive(address: str, total: int, rounds: int, rank: int, count: int) -> No
     group = _group(store, rank, count)
     buffer, held = torch.zeros(total, dtype=torch.uint8), Held(keep=True)
     for number in range(rounds + 2):
-        manifest, staging = receive(group, _publication(address, count), held)
-        held.add(manifest, staging)
+        incoming = Incoming(held, device="cpu")
+        incoming.put(*receive(group, _publication(address, count), 0, incoming.room))
+        held.add(*incoming.received())
         store.set(f"ours/{number}/{rank}", "")
         for start, stop in bucket_spans(total, BUCKET_BYTES):
             group.broadcast(buffer[start:stop])

@@ -220,7 +220,8 @@ class Publication:
         attempt: +1 for every try at sending, over the whole run: names the transfer.
         epoch: +1 whenever the membership of the transfer group changes: names the group.
         store: ``host:port`` of the learner's store.
-        receivers: member ids in rank order; receiver i has rank i + 1, the learner rank 0.
+        receivers: member ids in rank order; receiver i has rank i + 1 in every transfer group, the sender rank 0.
+        senders: learner ranks that each send a part of the version, one after the other.
     """
 
     version: int
@@ -229,6 +230,7 @@ class Publication:
     epoch: int
     store: str
     receivers: tuple[str, ...]
+    senders: int = 1
 
 
 class MemberState(StrEnum):

@@ -71,9 +71,13 @@ class SerialGenerator:
     def __init__(self, *, engine: HfEngine, rollout: Rollout, broker: Broker, runner: asyncio.Runner) -> None:
         self._engine, self._rollout, self._broker, self._runner = engine, rollout, broker, runner
         self._incarnation = 0
-        self.stats = PublishStats()
+        self.stats, self.address = PublishStats(), ""
 
-    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def reserve(self) -> int:
+        """There is only one place for weights."""
+        return 0
+
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]], slot: int) -> None:
         """Holds ``version`` from now on."""
         self._engine.load_weights(version, tensors)
         self.stats = PublishStats(version=version)

@@ -88,9 +88,13 @@ class Publishing(Protocol):
     """What weights_sync.publisher.Publisher offers."""
 
     stats: PublishStats
+    address: str
 
-    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes a copy of a version, to be sent beside the next step."""
+    def reserve(self) -> int:
+        """The slot that every rank fills with the next version."""
+
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]], slot: int) -> None:
+        """Takes a copy of what rank 0 has of a version, to be sent beside the next step."""
 
     def flush(self, timeout_s: float) -> None:
         """Waits until the newest version is in use everywhere."""
@@ -159,9 +163,17 @@ class Conductor:
         """Starts a validation pass, to be polled until it is over."""
         return self._evaluation.start(version)
 
-    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hands a version to the publisher, which sends it beside the next step."""
-        self._publisher.offer(version, tensors)
+    def introduction(self, wait_s: float) -> bytes:
+        """What the other ranks need to send their parts of the weights: see ``read_introduction``."""
+        return f"{self._feed.incarnation} {self._publisher.address}".encode()
+
+    def reserve(self, wait_s: float) -> bytes:
+        """The slot of the next version, for every rank."""
+        return bytes([self._publisher.reserve()])
+
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]], slot: int) -> None:
+        """Hands rank 0's elements of a version to the publisher, which sends it beside the next step."""
+        self._publisher.offer(version, tensors, slot)
 
     def stepped(self, stats: StepStats, watch: Stopwatch) -> None:
         """Books the step with the broker, if it had an effect, and writes its metrics line."""
@@ -194,6 +206,12 @@ class Conductor:
         except SyncFailed as error:  # the run is complete without them
             log.warning("the run ends before every generator has its last version: %s", error)
         self._feed.finish(self.end)
+
+
+def read_introduction(frame: bytes) -> tuple[str, int]:
+    """(address of the publisher's store, incarnation)."""
+    incarnation, _, address = frame.decode().partition(" ")
+    return address, int(incarnation)
 
 
 def _count(micro_batches: Sequence[Sequence[object]]) -> int:

@@ -3,7 +3,8 @@
     broker ─batch─► bound ─► advantages ─► plan ─share─► step: version + 1 ─┬─► offer to the generators
                                                                             └─► trained ─► metrics ─► checkpoint
 
-Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others wait in ``exchange.share``
+Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others have a sender for their part
+of the weights, and wait in ``exchange.share``
 for rank 0, which waits for a batch; a finished group wakes it, and ``learner.collective_timeout_s`` and
 ``launch.watchdog_s`` end it.
 """
@@ -20,6 +21,7 @@ from learners.config import LearnerConfig
 from learners.exchange import Exchange, decode
 from learners.policy import Policy
 from learners.report import Stopwatch
+from weights_sync.part_sender import PartSender
 
 
 def learn(
@@ -27,13 +29,14 @@ def learn(
     policy: Policy,
     exchange: Exchange,
     conductor: Conductor | None,
+    sender: PartSender | None,
     checkpoints: Checkpoints,
     config: LearnerConfig,
     rank: int,
 ) -> None:
     """Trains until ``learner.total_steps``, the end of the data, or the end of the run."""
     saved = policy.version
-    publish(policy, conductor)
+    publish(policy, exchange, conductor, sender)
     watch = Stopwatch()
     evaluate(policy, exchange, conductor, due=config.eval.at_start and policy.version == 0)
     watch.lap("eval")
@@ -47,7 +50,7 @@ def learn(
         time.sleep(config.delay_s)
         watch.lap("train")
         if stats.applied:
-            publish(policy, conductor)
+            publish(policy, exchange, conductor, sender)
         watch.lap("publish")
         if conductor:
             conductor.stepped(stats, watch)
@@ -62,14 +65,13 @@ def learn(
         save(policy, conductor, checkpoints)
 
 
-def publish(policy: Policy, conductor: Conductor | None) -> None:
-    """Collective. Gathers the weights on rank 0 and hands them to the publisher."""
-    tensors = policy.weights()
+def publish(policy: Policy, exchange: Exchange, conductor: Conductor | None, sender: PartSender | None) -> None:
+    """Collective, for the number of a staging slot. Every rank copies its own elements there; they are sent beside."""
+    slot = exchange.share(conductor.reserve if conductor else None)[0]
     if conductor:
-        conductor.offer(policy.version, tensors)
-    else:
-        for _ in tensors:
-            pass
+        conductor.offer(policy.version, policy.parts(), slot)
+    elif sender:
+        sender.offer(policy.version, policy.parts(), slot)
 
 
 def evaluate(policy: Policy, exchange: Exchange, conductor: Conductor | None, *, due: bool) -> None:

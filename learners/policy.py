@@ -174,6 +174,15 @@ class Policy:
         if self._rank == 0:
             yield from persistent_buffers(self.module)
 
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, this rank's elements) of what ``weights_sync.staging.declare`` declares for it; no collective."""
+        for name, parameter in self._parameters():
+            mine = self._sharding.part(whole_shape(parameter), local_shard(parameter))
+            if mine.numel():
+                yield name, mine
+        if self._rank == 0:
+            yield from persistent_buffers(self.module)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of everything that ``weights`` yields."""
         shapes = {name: whole_shape(p) for name, p in self._parameters()}

@@ -18,7 +18,7 @@ from broker.config import BrokerConfig, RolloutConfig
 from broker.contract import Broker
 from broker.messages import Frontier, Prompt, Rules
 from learners.checkpoint import Checkpoints, read_checkpoint
-from learners.conductor import Conductor, Feed, Publishing, Show
+from learners.conductor import Conductor, Feed, Publishing, Show, read_introduction
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Exchange
@@ -29,6 +29,7 @@ from learners.policy import Policy
 from learners.schedule import learning_rate
 from telemetry.sink import JsonlSink
 from weights_sync.config import WeightsSyncConfig
+from weights_sync.part_sender import PartSender
 from weights_sync.publisher import Publisher
 from weights_sync.staging import declare
 
@@ -116,10 +117,13 @@ def run_rank(
             conductor = None
             if rank == 0:
                 _introduce(start, policy.version, frontier, rollout=rollout, config=config)
-                conductor = _conductor(stack, root, policy, frontier)
+                conductor = _conductor(stack, root, policy, frontier, ranks=world)
+            introduction = exchange.share(conductor.introduction if conductor else None)
+            sender = None if conductor else _sender(stack, weights_sync, policy, introduction, rank=rank, ranks=world)
             learn(
-                policy=policy, exchange=exchange, conductor=conductor, checkpoints=checkpoints, config=config, rank=rank
-            )
+                policy=policy, exchange=exchange, conductor=conductor, sender=sender, checkpoints=checkpoints,
+                config=config, rank=rank,
+            )  # fmt: skip
             policy.export(run_dir / "actor")
             if conductor:
                 conductor.finish()
@@ -148,7 +152,20 @@ def _start_torch(config: LearnerConfig, *, rank: int, world: int, local_rank: in
     )
 
 
-def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Frontier) -> Conductor:
+def _sender(
+    stack: ExitStack, config: WeightsSyncConfig, policy: Policy, introduction: bytes, *, rank: int, ranks: int
+) -> PartSender:
+    """On another rank than 0, what sends its part of the weights."""
+    address, incarnation = read_introduction(introduction)
+    declaration = declare(policy.module, part=rank, parts=ranks)
+    sender = PartSender(
+        config=config, address=address, declaration=declaration, incarnation=incarnation, device=policy.device
+    )
+    stack.callback(sender.close)
+    return sender
+
+
+def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Frontier, *, ranks: int) -> Conductor:
     """Opens the run and everything that only rank 0 has; ``stack`` closes it, in reverse order."""
     config, prompts = parts.config, parts.prompts()
     metrics, evals = (stack.enter_context(closing(JsonlSink(parts.run_dir / "logs" / name))) for name in _LOGS)
@@ -170,7 +187,7 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     publisher = parts.open_publisher(
         config=parts.weights_sync,
         connect=parts.broker,
-        declaration=declare(policy.module),
+        declaration=declare(policy.module, parts=ranks),
         incarnation=feed.incarnation,
         device=policy.device,
     )

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weights_sync.staging import shard_of
+
 _BUCKET_BYTES = 64 << 20
 
 
@@ -59,6 +61,15 @@ class Sharding:
             pieces = [part[offset : offset + shard.numel()] for part in parts]
             yield name, torch.cat(pieces)[: math.prod(shape)].view(shape)
             offset += shard.numel()
+
+    def part(self, whole: tuple[int, ...], shard: Tensor) -> Tensor:
+        """This rank's elements of a tensor of this whole shape: all of it on a single rank, else flat, unpadded."""
+        elements = math.prod(whole)
+        if self.world == 1:
+            return shard.detach().reshape(-1)[:elements].view(whole)
+        start, count = shard_of(elements, self.rank, self.world)
+        flat = shard.detach().reshape(-1)
+        return flat[:count] if self.partitioned else flat[start : start + count]
 
     def mine(self, whole: Tensor, size: int) -> Tensor:
         """This rank's flat shard of ``size`` elements of a whole tensor, zeros where it is padded."""

@@ -22,9 +22,9 @@ SENT, ABANDONED = "sent", "abandoned"  # verdicts
 STAGED = "ok"  # what a receiver settles with; anything else is its error
 
 
-def here_key(attempt: int, rank: int) -> str:
-    """Set when receiver ``rank`` is ready to take part: nobody enters a collective that someone is missing from."""
-    return f"here/{attempt}/{rank}"
+def here_key(attempt: int, rank: int, part: int = 0) -> str:
+    """Set when receiver ``rank`` is ready for a part: nobody enters a collective that someone is missing from."""
+    return f"here/{attempt}.{part}/{rank}"
 
 
 def verdict_key(attempt: int, rank: int) -> str:
@@ -37,12 +37,22 @@ def settled_key(attempt: int, rank: int) -> str:
     return f"settled/{attempt}/{rank}"
 
 
-def wait_here(store: TCPStore, attempt: int, ranks: Sequence[int], timeout_s: float) -> None:
+def sent_key(attempt: int, part: int) -> str:
+    """Where the learner rank that sends a part says how that ended: STAGED or its error."""
+    return f"sent/{attempt}/{part}"
+
+
+def order_key(number: int) -> str:
+    """Where rank 0 tells the other learner ranks what to send next; numbered from 1."""
+    return f"order/{number}"
+
+
+def wait_here(store: TCPStore, attempt: int, ranks: Sequence[int], timeout_s: float, part: int = 0) -> None:
     """Waits until all receivers are there. Raises SyncFailed naming the ranks that are not."""
     try:
-        store.wait([here_key(attempt, rank) for rank in ranks], timedelta(seconds=timeout_s))
+        store.wait([here_key(attempt, rank, part) for rank in ranks], timedelta(seconds=timeout_s))
     except DistStoreError:
-        missing = [str(rank) for rank in ranks if not store.check([here_key(attempt, rank)])]
+        missing = [str(rank) for rank in ranks if not store.check([here_key(attempt, rank, part)])]
         raise SyncFailed(
             f"rank {', '.join(missing)} did not come (deadline: weights_sync.sync_timeout_s = {timeout_s:g})"
         ) from None
@@ -54,6 +64,7 @@ class Attempt:
 
     Attributes:
         members: the receivers in rank order, as they were when it began.
+        others: what the other learner ranks said of their parts.
         over: decided; whatever its transfer thread still does counts for nothing.
     """
 
@@ -62,6 +73,7 @@ class Attempt:
     sent: bool = False
     error: str = ""
     over: bool = False
+    others: tuple[str, ...] = ()
     moved_at: float = field(default_factory=time.monotonic)
 
     def moved(self) -> None:
@@ -81,15 +93,15 @@ class Attempt:
 class Control:
     """The learner's side, over a client that never waits."""
 
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
+    def __init__(self, store: TCPStore, *, parts: int = 1) -> None:
+        self._store, self._parts = store, parts
 
     def decide(self, attempt: int, ranks: Iterable[int], verdict: str) -> None:
         """Tells every receiver; an abandoned attempt also releases whoever waits for receivers to come."""
         for rank in ranks:
             self._store.set(verdict_key(attempt, rank), verdict)
-            if verdict == ABANDONED:
-                self._store.set(here_key(attempt, rank), "")
+            for part in range(self._parts) if verdict == ABANDONED else ():
+                self._store.set(here_key(attempt, rank, part), "")
 
     def settled(self, attempt: int, ranks: Iterable[int]) -> dict[int, str]:
         """What each receiver that has settled said."""
@@ -102,5 +114,22 @@ class Control:
     def forget(self, attempt: int, ranks: Iterable[int]) -> None:
         """Removes an old attempt's keys, so that the store does not grow with the run."""
         for rank in ranks:
-            for key in (here_key(attempt, rank), verdict_key(attempt, rank), settled_key(attempt, rank)):
+            here = [here_key(attempt, rank, part) for part in range(self._parts)]
+            for key in (*here, verdict_key(attempt, rank), settled_key(attempt, rank)):
                 self._store.delete_key(key)
+        for part in range(1, self._parts):
+            self._store.delete_key(sent_key(attempt, part))
+
+    def order(self, number: int, order: str) -> None:
+        """Tells the other learner ranks what to send; the order before the last is forgotten."""
+        if self._parts > 1:
+            self._store.set(order_key(number), order)
+            self._store.delete_key(order_key(number - 2))
+
+    def sent(self, attempt: int) -> dict[int, str]:
+        """What each other learner rank that has ended its part said."""
+        return {
+            part: self._store.get(sent_key(attempt, part)).decode()
+            for part in range(1, self._parts)
+            if self._store.check([sent_key(attempt, part)])
+        }

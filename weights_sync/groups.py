@@ -45,6 +45,11 @@ class Group:
             ) from error
 
 
+def group_name(epoch: int, part: int) -> str:
+    """Under which a learner rank and the receivers of an epoch form their group."""
+    return f"epoch{epoch}.{part}"
+
+
 def make_group(
     *,
     backend: str,

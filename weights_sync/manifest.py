@@ -20,7 +20,7 @@ import xxhash
 from weights_sync.encoding import GAP_WIDTHS, Encoding
 from weights_sync.errors import LayoutRefused, SyncFailed
 
-SCHEMA = 2
+SCHEMA = 3
 ALIGNMENT = 64  # bytes; a cache line, and more than any element needs
 ITEM_BYTES = {
     "float64": 8,
@@ -39,22 +39,30 @@ _FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor as the learner declares it: its full (never a shard's) shape, and its own element type."""
+    """A tensor as a learner rank declares it: its full (never a shard's) shape, and its own element type.
+
+    Attributes:
+        start, count: which of its elements, in row-major order, this rank sends; -1: all.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     buffer: bool = False
+    start: int = 0
+    count: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """One tensor of the payload.
+    """One tensor of the payload, or the part of it that one learner rank holds.
 
     Attributes:
+        shape: of the whole tensor.
         dtype: element type on the wire.
         offset: of the slot in the payload, in bytes.
-        nbytes: of the tensor itself, without the slot's padding.
+        nbytes: of the elements themselves, without the slot's padding.
+        start: the first element, in row-major order.
         digest: xxh3_128 of the wire bytes, in hex; empty until the bytes are there.
     """
 
@@ -64,13 +72,30 @@ class TensorEntry:
     offset: int
     nbytes: int
     digest: str = ""
+    start: int = 0
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.nbytes // ITEM_BYTES[self.dtype]
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all elements of the tensor."""
+        return self.count == math.prod(self.shape)
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape in staging: the tensor's own, or flat for a part of it."""
+        return self.shape if self.whole else (self.count,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a publication carries.
+    """What one learner rank sends of a publication; of several ranks together it is the version.
 
     Attributes:
+        part: the rank that sends it, of ``parts`` in all.
         base: version that the payload is an update of; -1: none, every tensor is whole.
         updates: how each entry travels, in the entries' order; empty without a base.
         tied: alias -> name of the entry that shares its storage; aliases are never sent.
@@ -84,6 +109,8 @@ class Manifest:
     updates: tuple[Encoding, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
+    part: int = 0
+    parts: int = 1
 
     @property
     def payload_bytes(self) -> int:
@@ -125,11 +152,13 @@ def plan(
             dtype = "float32"
         if dtype not in ITEM_BYTES:
             raise LayoutRefused(f"{spec.name}: element type {dtype!r} cannot be sent")
-        elements = math.prod(spec.shape)
+        elements = math.prod(spec.shape) if spec.count < 0 else spec.count
         if elements == 0:
             raise LayoutRefused(f"{spec.name}: declared shape {spec.shape} is empty; declare the full shape")
         nbytes = elements * ITEM_BYTES[dtype]
-        entries.append(TensorEntry(name=spec.name, shape=spec.shape, dtype=dtype, offset=offset, nbytes=nbytes))
+        entries.append(
+            TensorEntry(name=spec.name, shape=spec.shape, dtype=dtype, offset=offset, nbytes=nbytes, start=spec.start)
+        )
         offset += _slot(nbytes)
     names = [entry.name for entry in entries]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -139,12 +168,42 @@ def plan(
     return tuple(entries)
 
 
+def whole_entries(first: Manifest) -> tuple[TensorEntry, ...]:
+    """Where every tensor of a version lies whole, from the manifest of part 0, which has some of each."""
+    entries: list[TensorEntry] = []
+    offset = 0
+    for entry in first.entries:
+        nbytes = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        entries.append(TensorEntry(name=entry.name, shape=entry.shape, dtype=entry.dtype, offset=offset, nbytes=nbytes))
+        offset += _slot(nbytes)
+    return tuple(entries)
+
+
+def check_parts(parts: Sequence[Manifest]) -> None:
+    """Raises SyncFailed unless the parts are of one version and every element of every tensor is in just one."""
+    first = parts[0]
+    for number, part in enumerate(parts):
+        same = (part.version, part.incarnation, part.base) == (first.version, first.incarnation, first.base)
+        if not same or (part.part, part.parts) != (number, len(parts)):
+            raise SyncFailed(
+                f"part {part.part} of {part.parts} of version {part.version} came as part {number} of {len(parts)} of "
+                f"version {first.version}"
+            )
+    ends = {entry.name: 0 for entry in first.entries}
+    for part in parts:
+        for entry in part.entries:
+            if ends.get(entry.name) != entry.start:
+                raise SyncFailed(f"{entry.name}: part {part.part} begins at {entry.start}, not {ends.get(entry.name)}")
+            ends[entry.name] += entry.count
+    short = [entry.name for entry in first.entries if ends[entry.name] != math.prod(entry.shape)]
+    if short:
+        raise SyncFailed(f"version {first.version} lacks elements of {_listed(short)}")
+
+
 def check_shape(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    """Raises LayoutRefused unless ``shape`` is the declared full shape (a ZeRO-3 shard has shape (0,))."""
-    if shape != entry.shape:
-        raise LayoutRefused(
-            f"{entry.name}: got shape {shape}, declared {entry.shape}; gather the parameter before sending it"
-        )
+    """Raises LayoutRefused unless ``shape`` is the declared one (outside of ZeRO-3's own calls it is (0,))."""
+    if shape != entry.held_shape:
+        raise LayoutRefused(f"{entry.name}: got shape {shape}, declared {entry.held_shape}; gather the parameter first")
 
 
 def check_names(*, wanted: Iterable[str], got: Iterable[str], who: str) -> None:
@@ -175,7 +234,7 @@ def bucket_spans(total_bytes: int, bucket_bytes: int) -> Iterator[tuple[int, int
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as msgpack bytes."""
-    rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, e.digest] for e in manifest.entries]
+    rows = [[e.name, list(e.shape), e.dtype, e.offset, e.nbytes, e.digest, e.start] for e in manifest.entries]
     document = {
         "schema": SCHEMA,
         "version": manifest.version,
@@ -185,6 +244,8 @@ def encode(manifest: Manifest) -> bytes:
         "updates": [[update.kind, update.count, update.gap_bytes, update.nbytes] for update in manifest.updates],
         "tied": dict(manifest.tied),
         "buffers": list(manifest.buffers),
+        "part": manifest.part,
+        "parts": manifest.parts,
     }
     packed: bytes = msgpack.packb(document)
     return packed
@@ -204,6 +265,8 @@ def decode(data: bytes) -> Manifest:
             updates=tuple(_update(row) for row in document["updates"]),
             tied={_typed(k, str): _typed(v, str) for k, v in document["tied"].items()},
             buffers=tuple(_typed(name, str) for name in document["buffers"]),
+            part=_typed(document["part"], int),
+            parts=_typed(document["parts"], int),
         )
         _consistent(manifest)
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
@@ -212,7 +275,7 @@ def decode(data: bytes) -> Manifest:
 
 
 def _entry(row: list[Any]) -> TensorEntry:
-    name, shape, dtype, offset, nbytes, checksum = row
+    name, shape, dtype, offset, nbytes, checksum, start = row
     entry = TensorEntry(
         name=_typed(name, str),
         shape=tuple(_typed(size, int) for size in shape),
@@ -220,9 +283,14 @@ def _entry(row: list[Any]) -> TensorEntry:
         offset=_typed(offset, int),
         nbytes=_typed(nbytes, int),
         digest=_typed(checksum, str),
+        start=_typed(start, int),
     )
-    if any(size <= 0 for size in entry.shape) or entry.nbytes != math.prod(entry.shape) * ITEM_BYTES[entry.dtype]:
-        raise ValueError(f"{entry.name}: {entry.nbytes} bytes do not hold {entry.shape} of {entry.dtype}")
+    end = entry.start + entry.count
+    fits = entry.nbytes == entry.count * ITEM_BYTES[entry.dtype] and 0 <= entry.start < end <= math.prod(entry.shape)
+    if any(size <= 0 for size in entry.shape) or not fits:
+        raise ValueError(
+            f"{entry.name}: {entry.nbytes} bytes from element {entry.start} do not fit {entry.shape} of {entry.dtype}"
+        )
     if len(bytes.fromhex(entry.digest)) != 16:
         raise ValueError(f"{entry.name}: no digest")
     return entry
@@ -243,7 +311,7 @@ def _consistent(manifest: Manifest) -> None:
     if len(manifest.updates) != (len(manifest.entries) if manifest.base >= 0 else 0):
         raise ValueError(f"{len(manifest.updates)} updates of {len(manifest.entries)} entries since {manifest.base}")
     for entry, update in zip(manifest.entries, manifest.updates, strict=False):
-        elements, item_bytes = math.prod(entry.shape), ITEM_BYTES[entry.dtype]
+        elements, item_bytes = entry.count, ITEM_BYTES[entry.dtype]
         if update.count > elements or update.nbytes != update.count * (item_bytes + update.gap_bytes):
             raise ValueError(f"{entry.name}: {update.nbytes} bytes for {update.count} changes of {elements} elements")
         if update.kind == "whole" and update.count != elements:
@@ -253,6 +321,10 @@ def _consistent(manifest: Manifest) -> None:
         if entry.offset != offset:
             raise ValueError(f"{entry.name}: slot at {entry.offset}, expected {offset}")
         offset += _slot(entry.nbytes)
+    if not 0 <= manifest.part < manifest.parts:
+        raise ValueError(f"part {manifest.part} of {manifest.parts}")
+    if manifest.parts == 1 and not all(entry.whole for entry in manifest.entries):
+        raise ValueError("the only part lacks elements")
     names = {entry.name for entry in manifest.entries}
     if len(names) != len(manifest.entries):
         raise ValueError("a name occurs twice")

@@ -22,14 +22,16 @@ from torch._C._distributed_c10d import TCPStore
 from broker.contract import Broker
 from broker.messages import Member, Publication
 from weights_sync.config import WeightsSyncConfig
-from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control, wait_here
-from weights_sync.errors import NoReceiver, SyncFailed
-from weights_sync.groups import Group, check_reachable, host_store, join_store, make_group
+from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control
+from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
+from weights_sync.groups import Group, check_reachable, host_store, join_store
+from weights_sync.manifest import Manifest
 from weights_sync.members import STRIKES, Blame, MemberWatch, holds, key, live
+from weights_sync.part_sender import FATAL, Order, is_sent, send_part, sizes_of
 from weights_sync.shelf import Shelf
+from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
 from weights_sync.stats import PublishStats
-from weights_sync.transfer import send
 from weights_sync.updates import Payload
 
 log = logging.getLogger(__name__)
@@ -62,15 +64,11 @@ class Publisher:
     ) -> None:
         self._config, self._connect, self._incarnation = config, connect, incarnation
         self._device = device if config.backend == "nccl" else "cpu"
-        self._shelf = Shelf(
-            declaration,
-            wire_dtype=config.wire_dtype,
-            device=self._device,
-            sparse=config.sparse,
-            keep_fp32=config.keep_fp32,
-        )
-        self._store, self._address = host_store(config.host, config.port, config.sync_timeout_s)
-        self._control = Control(self._store)
+        self._parts, self._orders = declaration.parts, 0
+        self._slots = Slots(declaration, wire_dtype=config.wire_dtype, device=self._device, keep_fp32=config.keep_fp32)
+        self._shelf = Shelf(sparse=config.sparse)
+        self._store, self.address = host_store(config.host, config.port, config.sync_timeout_s)
+        self._control = Control(self._store, parts=self._parts)
         self._changed = threading.Condition()
         broker = connect()
         state = broker.state()
@@ -88,19 +86,27 @@ class Publisher:
         self._resting: set[tuple[str, int]] = set()  # silent last time: not to hold up the others the next time
         self._progress = time.monotonic()
         self.stats = PublishStats()
-        log.info("weights are offered at %s", self._address)
+        log.info("weights are offered at %s", self.address)
         self._watch = MemberWatch(connect, on_members=self._members_are, on_error=self._fail)
         self._sender = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._sender.start()
 
     # -- the learner's thread ----------------------------------------------------------------------------------
-    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies a version (every declared tensor, whole) into staging and returns; sending goes on beside.
+    def reserve(self) -> int:
+        """The slot that every learner rank fills with the next version. Raises what ended the publisher."""
+        self._raise_failure()
+        return self._shelf.reserve()
 
-        A version that still waits is replaced. Raises LayoutRefused, or what ended the publisher.
+    def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]], slot: int | None = None) -> None:
+        """Copies what this rank declared of a version into staging and returns; sending goes on beside.
+
+        A version that still waits is replaced. ``slot``: as reserved, where other ranks fill theirs. Raises
+        LayoutRefused, or what ended the publisher.
         """
         self._raise_failure()
-        self._shelf.put(version, tensors)
+        slot = self._shelf.reserve() if slot is None else slot
+        self._slots.fill(slot, version, tensors)
+        self._shelf.offered(slot, version)
         with self._changed:
             self._offered = version
             self._changed.notify_all()
@@ -169,7 +175,7 @@ class Publisher:
         """The receivers of the next attempt, or None when closed. Raises NoReceiver."""
         not_before = time.monotonic() + _BACKOFF_S[min(self._failed_in_a_row, len(_BACKOFF_S) - 1)]
         while True:
-            if self._shelf.promote(self._incarnation):
+            if self._shelf.promote():
                 self._whole_next = False
             current = self._shelf.shown
             with self._changed:
@@ -207,16 +213,16 @@ class Publisher:
 
     def _has_base(self, member: Member) -> bool:
         base = self._shelf.base
-        return base is not None and holds(member, version=base, incarnation=self._incarnation)
+        return base is not None and holds(member, version=base.version, incarnation=self._incarnation)
 
     def _try(self, broker: Broker, members: tuple[Member, ...]) -> None:
         """One attempt: announce, transfer, wait for the reports."""
         members = tuple(m for m in members if self._reachable(m))
         if not members:
             return
-        payload = self._shelf.payload(sparse=all(map(self._has_base, members)) and not self._whole_next)
+        payload = self._payload(update=all(map(self._has_base, members)) and not self._whole_next)
         began = time.monotonic()
-        attempt = self._announce(broker, members, payload.manifest.version)
+        attempt = self._announce(broker, members, payload.manifest)
         transfer = threading.Thread(target=self._transfer, args=(attempt, payload), name="transfer", daemon=True)
         transfer.start()
         failures = self._wait_sent(attempt)
@@ -240,37 +246,55 @@ class Publisher:
             return False
         return True
 
-    def _announce(self, broker: Broker, members: tuple[Member, ...], version: int) -> Attempt:
+    def _payload(self, *, update: bool) -> Payload:
+        """Of this rank's part of the version being sent."""
+        shown, base = self._shelf.shown, self._shelf.base
+        assert shown is not None
+        wait_s = self._config.sync_timeout_s
+        manifest = self._slots.manifest(shown.slot, shown.version, self._incarnation, wait_s=wait_s)
+        if not update or base is None or base == shown:
+            return self._slots.payload(manifest, shown.slot)
+        return self._slots.payload(manifest, shown.slot, base_slot=base.slot, base_version=base.version)
+
+    def _announce(self, broker: Broker, members: tuple[Member, ...], manifest: Manifest) -> Attempt:
         keys = tuple(key(m) for m in members)
         if self._group is not None and self._group[0] != keys:
             self._group = None
         number, epoch = self._numbers[0] + 1, self._numbers[1] + (self._group is None)
         self._numbers = (number, epoch)
         publication = Publication(
-            version=version,
+            version=manifest.version,
             incarnation=self._incarnation,
             attempt=number,
             epoch=epoch,
-            store=self._address,
+            store=self.address,
             receivers=tuple(m.member_id for m in members),
+            senders=self._parts,
         )
         self._control.forget(number - 2, range(1, len(members) + 1))
         broker.publish(publication)
+        self._order(publication, manifest.base)
         return Attempt(publication=publication, members=members)
+
+    def _order(self, publication: Publication, base: int) -> None:
+        """Has the other learner ranks send their parts."""
+        assert self._shelf.shown is not None
+        base_slot = self._shelf.base.slot if base >= 0 and self._shelf.base is not None else -1
+        order = Order(publication=publication, slot=self._shelf.shown.slot, base_slot=base_slot, base_version=base)
+        self._orders += 1
+        self._control.order(self._orders, order.packed())
 
     def _transfer(self, attempt: Attempt, payload: Payload) -> None:
         """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
         publication = attempt.publication
         try:
-            store, group = self._group[1:] if self._group else (self._joined(), None)
-            wait_here(store, publication.attempt, attempt.rank_numbers, self._config.sync_timeout_s)
-            if attempt.over:
-                return
-            attempt.moved()
-            group = group or self._form(publication, store)
-            attempt.moved()
-            buckets = self._config.bucket_bytes
-            send(group, publication, payload, bucket_bytes=buckets, moved=attempt.moved)
+            store, group = (
+                self._group[1:] if self._group else (join_store(self.address, self._config.sync_timeout_s), None)
+            )
+            group = send_part(
+                config=self._config, store=store, publication=publication, part=0, payload=payload, group=group,
+                device=self._device, moved=attempt.moved, over=lambda: attempt.over,
+            )  # fmt: skip
             with self._changed:
                 attempt.sent = True
                 if not attempt.over:
@@ -280,34 +304,22 @@ class Publisher:
         with self._changed:
             self._changed.notify_all()
 
-    def _joined(self) -> TCPStore:
-        """A client of our own store for one transfer thread, which waits in it."""
-        return join_store(self._address, self._config.sync_timeout_s)
-
-    def _form(self, publication: Publication, store: TCPStore) -> Group:
-        return make_group(
-            backend=self._config.backend,
-            store=store,
-            prefix=f"epoch{publication.epoch}",
-            rank=0,
-            size=len(publication.receivers) + 1,
-            timeout_s=self._config.sync_timeout_s,
-            device=self._device,
-            interface=self._config.interface,
-            address=self._config.host,
-        )
-
     def _wait_sent(self, attempt: Attempt) -> dict[int, str]:
         """Waits for the end of the transfer; woken by it, by a receiver's end, or by close. Failures by rank."""
         with self._changed:
             while True:
-                if attempt.sent:
+                others = self._control.sent(attempt.publication.attempt)
+                if attempt.sent and len(others) == self._parts - 1 and all(map(is_sent, others.values())):
+                    attempt.others = tuple(others.values())
                     return {}
                 if failures := self._failures(attempt):
                     return failures
-                if attempt.error or self._closed or self._failure is not None:
-                    return {0: attempt.error or "the publisher is closing"}
-                if time.monotonic() - attempt.moved_at > self._config.sync_timeout_s + _ANSWER_S:
+                lost = [f"learner rank {part}: {text}" for part, text in others.items() if not is_sent(text)]
+                if fatal := [text for text in others.values() if text.startswith(FATAL)]:
+                    raise LayoutRefused(fatal[0].removeprefix(FATAL))
+                if lost or attempt.error or self._closed or self._failure is not None:
+                    return {0: attempt.error or "; ".join(lost) or "the publisher is closing"}
+                if not attempt.sent and time.monotonic() - attempt.moved_at > self._config.sync_timeout_s + _ANSWER_S:
                     # Each operation has its own deadline, but gloo does not keep to it while it forms a group.
                     return {0: "the transfer stands still (deadline: weights_sync.sync_timeout_s)"}
                 self._changed.wait(_SLICE_S)
@@ -381,10 +393,8 @@ class Publisher:
             if failures:
                 done = replace(done, failed_attempts=done.failed_attempts + 1)
             else:
-                manifest = payload.manifest
-                done = replace(
-                    done, version=publication.version, seconds=seconds, payload_bytes=manifest.payload_bytes,
-                    wire_bytes=manifest.wire_bytes,
-                )  # fmt: skip
+                sizes = [(payload.manifest.wire_bytes, payload.manifest.payload_bytes), *map(sizes_of, attempt.others)]
+                wire, whole = (sum(part) for part in zip(*sizes, strict=True))
+                done = replace(done, version=publication.version, seconds=seconds, payload_bytes=whole, wire_bytes=wire)
             self.stats = done
             self._changed.notify_all()

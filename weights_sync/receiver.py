@@ -23,8 +23,9 @@ from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, STAGED, here_key, settled_key, verdict_key
 from weights_sync.errors import SyncFailed
-from weights_sync.groups import Group, join_store, make_group, route_to
+from weights_sync.groups import Group, group_name, join_store, make_group, route_to
 from weights_sync.held import Held
+from weights_sync.incoming import Incoming
 from weights_sync.manifest import Manifest
 from weights_sync.staging import Staging
 from weights_sync.transfer import receive
@@ -74,7 +75,8 @@ class Receiver:
         self._staged: tuple[int, Staged] | None = None
         self._held = Held(keep=config.sparse)
         self._store: tuple[str, TCPStore] | None = None
-        self._group: tuple[str, int, Group] | None = None
+        self._epoch: tuple[str, int] | None = None
+        self._groups: dict[int, Group] = {}  # by part, of this epoch
         self._latest: _Attempt | None = None
 
     def receive(self, publication: Publication) -> None:
@@ -125,10 +127,12 @@ class Receiver:
         if store.check([verdict_key(publication.attempt, attempt.rank)]):
             # Read by a process that has just come under an old member id; gloo would wait for its group without end.
             raise SyncFailed(f"attempt {publication.attempt} is over")
-        store.set(here_key(publication.attempt, attempt.rank), "1")
-        manifest, staging = receive(self._group_for(attempt, store), publication, self._held)
+        incoming = Incoming(self._held, device=self._device)
+        for part in range(publication.senders):
+            store.set(here_key(publication.attempt, attempt.rank, part), "1")
+            incoming.put(*receive(self._group_for(attempt, store, part), publication, part, incoming.room))
+        manifest, staging = incoming.whole()
         self._check(manifest)
-        staging.verify(manifest)
         return Staged(manifest=manifest, staging=staging)
 
     def _joined(self, address: str) -> TCPStore:
@@ -136,14 +140,16 @@ class Receiver:
             self._store = (address, join_store(address, self._config.sync_timeout_s))
         return self._store[1]
 
-    def _group_for(self, attempt: _Attempt, store: TCPStore) -> Group:
+    def _group_for(self, attempt: _Attempt, store: TCPStore, part: int) -> Group:
         publication = attempt.publication
-        key = (publication.store, publication.epoch)
-        if self._group is None or self._group[:2] != key:
-            group = make_group(
+        epoch = (publication.store, publication.epoch)
+        if self._epoch != epoch:
+            self._epoch, self._groups = epoch, {}
+        if part not in self._groups:
+            self._groups[part] = make_group(
                 backend=self._config.backend,
                 store=store,
-                prefix=f"epoch{publication.epoch}",
+                prefix=group_name(publication.epoch, part),
                 rank=attempt.rank,
                 size=len(publication.receivers) + 1,
                 timeout_s=self._config.sync_timeout_s,
@@ -151,8 +157,7 @@ class Receiver:
                 interface=self._config.interface,
                 address=route_to(publication.store),
             )
-            self._group = (*key, group)
-        return self._group[2]
+        return self._groups[part]
 
     def _watch(self, attempt: _Attempt) -> None:
         """[thread] Waits for the learner's verdict; woken by it, by the learner's death, or by ``close``."""
@@ -186,7 +191,7 @@ class Receiver:
             if staged is not None:
                 self._staged = (number, staged)
             else:
-                self._group = self._store = None
+                self._epoch = self._store = None
         try:
             if store is not None:
                 store.set(settled_key(number, attempt.rank), error or STAGED)

@@ -1,103 +1,69 @@
-"""The learner's staging buffers: the version being sent, the newest one waiting behind it, and the receivers' base.
+"""Which staging slot holds what, decided on rank 0 for all learner ranks.
 
-    put -> waiting --promote--> shown --confirm--> base        a buffer that is none of these is spare
+    reserve -> (every rank fills it) -> offered --promote--> shown --confirm--> base        the third slot is spare
 
-Without sparse updates there is no base, and two buffers do.
+Without sparse updates there is no base, and two slots do.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from torch import Tensor
 
-from weights_sync import updates
-from weights_sync.manifest import Manifest
-from weights_sync.staging import Declaration, Staging
-from weights_sync.updates import Payload
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A version in a slot."""
+
+    slot: int
+    version: int
 
 
 class Shelf:
-    """``put`` is called by the learner's thread, all else by the publisher's; neither waits for the other's copy.
+    """``reserve`` and ``offered`` are called by the learner's thread, all else by the publisher's."""
 
-    A transfer that was abandoned may still be reading a buffer that is filled again. That is harmless: whoever still
-    listens to it holds the digests of the old bytes.
-    """
-
-    def __init__(
-        self, declaration: Declaration, *, wire_dtype: str, device: str, sparse: bool, keep_fp32: Sequence[str] = ()
-    ) -> None:
-        self.declaration = declaration
-        self._lock = threading.Lock()
-        self._shown, self._behind = (
-            Staging.planned(declaration, wire_dtype=wire_dtype, device=device, keep_fp32=keep_fp32) for _ in range(2)
-        )
-        self._spare: Staging | None = None
+    def __init__(self, *, sparse: bool) -> None:
         self._sparse = sparse
-        self._waiting: int | None = None
-        self._manifest: Manifest | None = None
-        self._base: tuple[int, Staging] | None = None
-        self._update: Payload | None = None
+        self._lock = threading.Lock()
+        self._waiting: Place | None = None
+        self._behind = 0  # slot for the next version
+        self.shown: Place | None = None
+        self.base: Place | None = None
 
     @property
     def waiting(self) -> int | None:
         """The version waiting to be sent, if any."""
         with self._lock:
-            return self._waiting
+            return self._waiting.version if self._waiting else None
 
-    @property
-    def shown(self) -> Manifest | None:
-        """The version being sent, sealed."""
-        return self._manifest
-
-    @property
-    def base(self) -> int | None:
-        """The version that ``payload`` can be an update of."""
-        return self._base[0] if self._base is not None else None
-
-    def put(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies a version into the waiting place; one that still waits there is replaced.
-
-        Raises LayoutRefused; then nothing waits, and the version being sent stays whole.
-        """
+    def reserve(self) -> int:
+        """The slot to fill with the next version. One that still waits there to be sent is given up."""
         with self._lock:
-            self._waiting, target = None, self._behind
-        target.fill(tensors)
+            self._waiting = None
+            return self._behind
+
+    def offered(self, slot: int, version: int) -> None:
+        """This rank has filled the slot."""
         with self._lock:
-            self._waiting = version
+            self._waiting = Place(slot=slot, version=version)
 
-    def promote(self, incarnation: int) -> bool:
-        """Makes the waiting version, if there is one, the version being sent, and seals it with its digests.
-
-        Raises LayoutRefused for numbers that are not finite.
-        """
+    def promote(self) -> bool:
+        """Makes the version that waits, if there is one, the version being sent."""
         with self._lock:
             if self._waiting is None:
                 return False
-            version, self._waiting = self._waiting, None
-            if self._base is not None and self._base[1] is self._shown:  # it is not to be written to
-                self._shown, self._behind, self._spare = self._behind, self._spare or self._shown.empty_like(), None
-            else:
-                self._shown, self._behind = self._behind, self._shown
-        self._shown.refuse_nonfinite(version)
-        self._manifest = self._shown.sealed(version=version, incarnation=incarnation, declaration=self.declaration)
-        self._update = None
+            self.shown, self._waiting = self._waiting, None
+            taken = {self.shown.slot, self.base.slot if self.base else -1}
+            self._behind = min({0, 1, 2} - taken)
+            return True
+
+    def confirm(self) -> bool:
+        """Every receiver holds the version being sent: the next one may be told as an update of it.
+
+        Returns whether that is news.
+        """
+        if not self._sparse or self.shown is None or self.base == self.shown:
+            return False
+        with self._lock:
+            self.base = self.shown
         return True
-
-    def confirm(self) -> None:
-        """Every receiver holds the version being sent: the next one may be told as an update of it."""
-        if not self._sparse or self._manifest is None or self.base == self._manifest.version:
-            return
-        if self._base is not None:
-            self._spare = self._base[1]
-        self._base = (self._manifest.version, self._shown)
-
-    def payload(self, *, sparse: bool) -> Payload:
-        """The version being sent: whole, or for receivers that hold ``base`` as an update."""
-        assert self._manifest is not None
-        if not sparse or self._base is None or self._base[1] is self._shown:
-            return updates.whole(self._manifest, self._shown)
-        if self._update is None:
-            self._update = updates.since(*self._base, self._manifest, self._shown)
-        return self._update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +24,16 @@ from weights_sync.manifest import (
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """What a model has to send: every storage once, what is tied to it, and its persistent buffers."""
+    """What one learner rank has to send: every storage once, what is tied to it, and persistent buffers.
+
+    Attributes:
+        part: the rank, of ``parts`` in all; buffers are in part 0 alone.
+    """
 
     specs: tuple[TensorSpec, ...]
     tied: Mapping[str, str]
+    part: int = 0
+    parts: int = 1
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -34,11 +41,13 @@ class Declaration:
         return tuple(spec.name for spec in self.specs if spec.buffer)
 
 
-def declare(model: nn.Module) -> Declaration:
+def declare(model: nn.Module, *, part: int = 0, parts: int = 1) -> Declaration:
     """Reads names and full shapes off a model; parameters partitioned by ZeRO-3 carry theirs in ``ds_shape``.
 
     Whether two names are tied is decided by identity of the parameter, as the model's own config made it, never by
     comparing values. Buffers with ``persistent=False`` are computed by each engine and left alone.
+
+    ``part``, ``parts``: of so many learner ranks each declares its own elements, cut as ZeRO-3 cuts them.
     """
     specs: list[TensorSpec] = []
     owner: dict[int, str] = {}
@@ -48,11 +57,21 @@ def declare(model: nn.Module) -> Declaration:
             tied[name] = owner[id(parameter)]
             continue
         owner[id(parameter)] = name
-        shape = getattr(parameter, "ds_shape", parameter.shape)
-        specs.append(TensorSpec(name=name, shape=tuple(shape), dtype=dtype_name(parameter.dtype)))
-    for name, buffer in persistent_buffers(model):
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        start, count = shard_of(math.prod(shape), part, parts)
+        if count or parts == 1:  # an empty tensor is for ``plan`` to refuse
+            dtype = dtype_name(parameter.dtype)
+            specs.append(TensorSpec(name=name, shape=shape, dtype=dtype, start=start, count=count))
+    for name, buffer in persistent_buffers(model) if part == 0 else ():
         specs.append(TensorSpec(name=name, shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype), buffer=True))
-    return Declaration(specs=tuple(specs), tied=tied)
+    return Declaration(specs=tuple(specs), tied=tied, part=part, parts=parts)
+
+
+def shard_of(elements: int, part: int, parts: int) -> tuple[int, int]:
+    """(start, count) of a rank's elements of a tensor, as ZeRO-3 cuts it: equal shards, the last ones cut short."""
+    size = -(-elements // parts)
+    start = min(part * size, elements)
+    return start, min(size, elements - start)
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +90,7 @@ class Staging:
         total = Manifest(version=0, incarnation=0, entries=self.entries).payload_bytes
         self.buffer = torch.zeros(total, dtype=torch.uint8, device=device) if buffer is None else buffer
         self.views = {entry.name: self._slot(entry).view(torch_dtype(entry.dtype)) for entry in self.entries}
-        self.views = {entry.name: self.views[entry.name].view(entry.shape) for entry in self.entries}
+        self.views = {entry.name: self.views[entry.name].view(entry.held_shape) for entry in self.entries}
 
     @classmethod
     def planned(
@@ -112,6 +131,10 @@ class Staging:
         """Digest of the entry's wire bytes as they are in the buffer."""
         return digest(self._slot(entry).cpu().numpy().data)
 
+    def segment(self, entry: TensorEntry) -> Tensor:
+        """Flat view of the elements that an entry of one part names, in staging of whole tensors."""
+        return self.views[entry.name].view(-1)[entry.start : entry.start + entry.count]
+
     def sealed(self, *, version: int, incarnation: int, declaration: Declaration) -> Manifest:
         """The manifest of what is staged, digests included."""
         manifest = Manifest(
@@ -120,12 +143,19 @@ class Staging:
             entries=self.entries,
             tied=declaration.tied,
             buffers=declaration.buffers,
+            part=declaration.part,
+            parts=declaration.parts,
         )
         return with_digests(manifest, self.digest_of)
 
     def verify(self, manifest: Manifest) -> None:
         """Raises SyncFailed naming the tensors whose bytes are not what the manifest says."""
-        if wrong := [entry.name for entry in manifest.entries if self.digest_of(entry) != entry.digest]:
+        wrong = [
+            entry.name
+            for entry in manifest.entries
+            if digest(self.segment(entry).view(torch.uint8).cpu().numpy().data) != entry.digest
+        ]
+        if wrong:
             raise SyncFailed(f"version {manifest.version}: bytes of {', '.join(wrong[:5])} differ from their digest")
 
     def _slot(self, entry: TensorEntry) -> Tensor:

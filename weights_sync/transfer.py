@@ -1,9 +1,10 @@
-"""The dumb copy: header, manifest, payload, each a broadcast from the learner over one group.
+"""The dumb copy: header, manifest, payload, each a broadcast from one learner rank over a group of its own.
 
     header   int64 [8]: magic, schema, attempt, version, incarnation, manifest bytes, wire bytes, bucket bytes
     manifest uint8 [manifest bytes]: msgpack, see weights_sync/manifest.py
-    payload  uint8 [wire bytes], in buckets: a whole version as it lies in staging, or what has changed since a base
+    payload  uint8 [wire bytes], in buckets: the rank's elements as they lie in staging, or what has changed of them
 
+Part after part: each learner rank has a group with the receivers, in which it is rank 0.
 A receiver that will refuse what it sees takes part to the end: gloo relays along a tree, and leaving early would
 break the transfer of others.
 """
@@ -13,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from broker.messages import Publication
 from weights_sync.errors import SyncFailed
 from weights_sync.groups import Group
-from weights_sync.held import Held
 from weights_sync.manifest import SCHEMA, Manifest, bucket_spans, decode, encode
-from weights_sync.staging import Staging
-from weights_sync.updates import Payload, patch
+from weights_sync.updates import Payload
 
 _MAGIC = 0x534C4950  # "SLIP"
 _MAX_MANIFEST_BYTES = 1 << 30
@@ -45,29 +45,29 @@ def send(
         moved()
 
 
-def receive(group: Group, publication: Publication, held: Held) -> tuple[Manifest, Staging]:
-    """The other ranks' half: the bytes as they arrived, not yet verified. Raises SyncFailed."""
+def receive(
+    group: Group, publication: Publication, part: int, room: Callable[[Manifest], Tensor]
+) -> tuple[Manifest, Tensor]:
+    """The other ranks' half: a part's manifest and payload, not yet verified. Raises SyncFailed.
+
+    ``room``: where the payload is to be put, uint8, [wire bytes].
+    """
     header = torch.zeros(8, dtype=torch.int64, device=group.device)
     group.broadcast(header)
     magic, schema, attempt, version, incarnation, manifest_bytes, wire_bytes, bucket_bytes = header.tolist()
     if (magic, schema) != (_MAGIC, SCHEMA) or not 0 < manifest_bytes <= _MAX_MANIFEST_BYTES or bucket_bytes <= 0:
         raise SyncFailed(f"not a header of schema {SCHEMA}: {header.tolist()}")
-    data = torch.zeros(manifest_bytes, dtype=torch.uint8, device=group.device)
-    group.broadcast(data)
-    manifest = decode(data.cpu().numpy().tobytes())
+    packed = torch.zeros(manifest_bytes, dtype=torch.uint8, device=group.device)
+    group.broadcast(packed)
+    manifest = decode(packed.cpu().numpy().tobytes())
     if manifest.wire_bytes != wire_bytes:
         raise SyncFailed(f"header announces {wire_bytes} bytes, manifest {manifest.wire_bytes}")
-    staging = held.room(manifest, group.device)
-    whole = manifest.base < 0
-    data = staging.buffer if whole else torch.empty(wire_bytes, dtype=torch.uint8, device=group.device)
+    data = room(manifest)
     for start, stop in bucket_spans(wire_bytes, bucket_bytes):
         group.broadcast(data[start:stop])
     sent = (publication.attempt, publication.version, publication.incarnation)
     if (attempt, version, incarnation) != sent or (manifest.version, manifest.incarnation) != sent[1:]:
         raise SyncFailed(f"attempt, version, incarnation {(attempt, version, incarnation)} came, {sent} was announced")
-    if not whole:
-        base = held.base(manifest)
-        if base is None:
-            raise SyncFailed(f"version {version} is an update of version {manifest.base}, which is not held here")
-        patch(staging, base, manifest, data)
-    return manifest, staging
+    if (manifest.part, manifest.parts) != (part, publication.senders):
+        raise SyncFailed(f"part {manifest.part} of {manifest.parts} came, not {part} of {publication.senders}")
+    return manifest, data

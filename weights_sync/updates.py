@@ -9,7 +9,6 @@ from torch import Tensor
 
 from weights_sync import sparse
 from weights_sync.encoding import Encoding
-from weights_sync.errors import SyncFailed
 from weights_sync.manifest import Manifest
 from weights_sync.staging import Staging
 
@@ -28,7 +27,7 @@ def whole(manifest: Manifest, staging: Staging) -> Payload:
 
 
 def since(base_version: int, base: Staging, manifest: Manifest, staging: Staging) -> Payload:
-    """What has changed since ``base``, for receivers that hold it; ``whole`` if that is no more."""
+    """What has changed since ``base``, for receivers that hold it; of a single part ``whole`` if that is no more."""
     updates: list[Encoding] = []
     parts: list[Tensor] = []
     for entry in manifest.entries:
@@ -42,23 +41,24 @@ def since(base_version: int, base: Staging, manifest: Manifest, staging: Staging
             part = torch.empty(update.nbytes, dtype=torch.uint8, device=new.device)
             sparse.encode(new, gaps, update, part)
             parts.append(part)
-    if sum(update.nbytes for update in updates) >= manifest.payload_bytes:
-        return whole(manifest, staging)
+    if manifest.parts == 1 and sum(update.nbytes for update in updates) >= manifest.payload_bytes:
+        return whole(manifest, staging)  # parts are all told alike
     data = torch.cat(parts) if parts else staging.buffer[:0]
     return Payload(manifest=replace(manifest, base=base_version, updates=tuple(updates)), data=data)
 
 
-def patch(staging: Staging, base: Staging, manifest: Manifest, data: Tensor) -> None:
-    """Fills ``staging`` with the version that ``data`` makes of ``base``, which stays as it is. Raises SyncFailed."""
-    if [(e.name, e.shape, e.dtype) for e in base.entries] != list(manifest.layout()):
-        raise SyncFailed(f"version {manifest.version} is an update of another layout than the one held")
-    staging.buffer.copy_(base.buffer)
+def unpack(staging: Staging, manifest: Manifest, data: Tensor) -> None:
+    """Puts one part's payload into staging of whole tensors, which for an update holds the base. Raises SyncFailed."""
     start = 0
-    for entry, update in zip(manifest.entries, manifest.updates, strict=True):
-        part = data[start : start + update.nbytes]
+    for i, entry in enumerate(manifest.entries):
+        target = staging.segment(entry)
+        if not manifest.updates:
+            target.view(torch.uint8).copy_(data[entry.offset : entry.offset + entry.nbytes])
+            continue
+        update = manifest.updates[i]
+        piece = data[start : start + update.nbytes]
         start += update.nbytes
-        target = staging.views[entry.name]
         if update.kind == "whole":
-            target.reshape(-1).view(torch.uint8).copy_(part)
+            target.view(torch.uint8).copy_(piece)
         else:
-            sparse.apply(part, update, target, name=entry.name)
+            sparse.apply(piece, update, target, name=entry.name)

@@ -39,7 +39,7 @@ class Scribe:
         self.seen.append(f"step {self.version}" if applied else "skip")
         return StepStats(version=self.version, applied=applied, **NUMBERS)
 
-    def weights(self) -> Iterator[Any]:
+    def parts(self) -> Iterator[Any]:
         return iter(())
 
     def save(self, directory: Path) -> None:
@@ -53,7 +53,10 @@ class Scribe:
         self.seen.append(f"eval {version}")
         return lambda wait_s: b"over"
 
-    def offer(self, version: int, tensors: Iterator[Any]) -> None:
+    def reserve(self, wait_s: float) -> bytes:
+        return b"\0"
+
+    def offer(self, version: int, tensors: Iterator[Any], slot: int) -> None:
         self.seen.append(f"offer {version}")
 
     def stepped(self, stats: StepStats, watch: object) -> None:
@@ -70,6 +73,7 @@ def run(tmp_path: Path) -> Callable[..., list[str]]:
             policy=scribe,  # type: ignore[arg-type]
             exchange=Exchange(rank=0, world=1, timeout_s=1.0),
             conductor=scribe,  # type: ignore[arg-type]
+            sender=None,
             checkpoints=Checkpoints(tmp_path, keep=2),
             config=LearnerConfig(ranks=1, **changes),
             rank=0,

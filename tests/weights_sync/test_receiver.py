@@ -10,7 +10,7 @@ from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, SENT, STAGED, here_key, settled_key, verdict_key
 from weights_sync.errors import LayoutRefused, SyncFailed
-from weights_sync.groups import host_store, make_group
+from weights_sync.groups import group_name, host_store, make_group
 from weights_sync.manifest import Manifest, TensorSpec
 from weights_sync.receiver import Receiver
 from weights_sync.staging import Declaration, Staging
@@ -43,7 +43,7 @@ class Root:
             self.group = make_group(
                 backend="gloo",
                 store=self.store,
-                prefix="epoch1",
+                prefix=group_name(1, 0),
                 rank=0,
                 size=2,
                 timeout_s=CONFIG.sync_timeout_s,

@@ -4,9 +4,7 @@ from torch import nn
 
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.manifest import TensorSpec
-from weights_sync.shelf import Shelf
 from weights_sync.staging import Declaration, Staging, declare
-from weights_sync.updates import patch
 
 
 class Buffered(nn.Module):
@@ -82,78 +80,6 @@ def test_c13_equal_but_untied_parameters_are_both_declared() -> None:
     declaration = declare(Headed(tied=False))
     assert [spec.name for spec in declaration.specs] == ["embed.weight", "head.weight"]
     assert declaration.tied == {}
-
-
-def test_a_newer_version_replaces_the_one_that_waits() -> None:
-    model = nn.Linear(2, 2)
-    shelf = Shelf(declare(model), wire_dtype="float32", device="cpu", sparse=True)
-    shelf.put(1, model.named_parameters())
-    shelf.put(2, model.named_parameters())
-    assert shelf.promote(incarnation=0)
-    assert shelf.shown is not None and shelf.shown.version == 2
-    assert not shelf.promote(incarnation=0)
-
-
-def test_filling_the_next_version_leaves_the_one_being_sent_whole() -> None:
-    model = nn.Linear(2, 2)
-    shelf = Shelf(declare(model), wire_dtype="float32", device="cpu", sparse=True)
-    shelf.put(1, model.named_parameters())
-    shelf.promote(incarnation=0)
-    payload = shelf.payload(sparse=False)
-    with torch.no_grad():
-        model.weight.add_(1)
-    shelf.put(2, model.named_parameters())
-    Staging(payload.manifest.entries, buffer=payload.data).verify(payload.manifest)
-
-
-def step(model: nn.Linear, *places: int) -> None:
-    with torch.no_grad():
-        for place in places:
-            model.weight.view(-1)[place] += 1
-
-
-def test_an_update_is_since_the_version_that_was_confirmed_whatever_was_sent_meanwhile() -> None:
-    model = nn.Linear(40, 40)
-    shelf = Shelf(declare(model), wire_dtype="float32", device="cpu", sparse=True)
-    held: dict[int, Staging] = {}
-    for version in range(8):
-        step(model, version, version * 100)
-        shelf.put(version, model.named_parameters())
-        assert shelf.promote(incarnation=0)
-        payload = shelf.payload(sparse=True)
-        base = payload.manifest.base
-        assert base == {0: -1, 1: 0, 2: 0, 3: 0, 4: 3, 5: 3, 6: 5, 7: 6}[version]
-        if base < 0:
-            held[version] = Staging(payload.manifest.entries, buffer=payload.data.clone())
-        else:
-            assert payload.data.numel() < payload.manifest.payload_bytes / 10
-            held[version] = held[base].empty_like()
-            patch(held[version], held[base], payload.manifest, payload.data)
-        held[version].verify(payload.manifest)
-        if version in (0, 3, 5, 6):
-            shelf.confirm()
-
-
-def test_without_sparse_updates_no_base_is_kept() -> None:
-    model = nn.Linear(40, 40)
-    shelf = Shelf(declare(model), wire_dtype="float32", device="cpu", sparse=False)
-    for version in range(3):
-        shelf.put(version, model.named_parameters())
-        shelf.promote(incarnation=0)
-        shelf.confirm()
-        assert shelf.base is None
-        assert shelf.payload(sparse=True).manifest.base == -1
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_version_with_a_number_that_is_not_finite_is_not_sent_and_its_tensor_is_named(value: float) -> None:
-    model = nn.Linear(4, 4)
-    shelf = Shelf(declare(model), wire_dtype="bfloat16", device="cpu", sparse=True)
-    with torch.no_grad():
-        model.weight[1, 2] = value
-    shelf.put(3, model.named_parameters())
-    with pytest.raises(LayoutRefused, match="version 3 is not sent: weight not finite"):
-        shelf.promote(incarnation=0)
 
 
 def test_tensors_on_the_list_travel_in_float32() -> None:
