@@ -22,7 +22,7 @@ from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import STAGED, order_key, sent_key, verdict_key, wait_here
 from weights_sync.errors import LayoutRefused, SyncFailed
-from weights_sync.groups import Group, group_name, join_store, make_group
+from weights_sync.groups import Group, group_name, join_store, make_group, route_to
 from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
 from weights_sync.transfer import send
@@ -76,10 +76,14 @@ def send_part(
     payload: Payload,
     group: Group | None,
     device: str,
+    address: str,
     moved: Callable[[], None],
     over: Callable[[], bool],
 ) -> Group:
-    """The blocking part: waits for the receivers, forms the group unless there is one, sends. Raises SyncFailed."""
+    """The blocking part: waits for the receivers, forms the group unless there is one, sends. Raises SyncFailed.
+
+    ``address``: this rank's own, as the receivers reach it.
+    """
     ranks = range(1, len(publication.receivers) + 1)
     wait_here(store, publication.attempt, ranks, config.sync_timeout_s, part)
     if over():
@@ -94,7 +98,7 @@ def send_part(
         timeout_s=config.sync_timeout_s,
         device=device,
         interface=config.interface,
-        address=config.host,
+        address=address,
     )
     moved()
     send(group, publication, payload, bucket_bytes=config.bucket_bytes, moved=moved)
@@ -201,7 +205,8 @@ class PartSender:
             try:
                 return send_part(
                     config=self._config, store=store, publication=publication, part=self._part, payload=payload,
-                    group=group, device=self._device, moved=sending.moved, over=lambda: sending.over,
+                    group=group, device=self._device, address=route_to(self._address), moved=sending.moved,
+                    over=lambda: sending.over,
                 )  # fmt: skip
             except SyncFailed:
                 waiting = sending.moved_at == float("inf")

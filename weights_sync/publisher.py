@@ -1,7 +1,8 @@
 """The sending end: from ``offer`` on the learner's thread to a version that every live generator reports in use.
 
-    offer(v) -> Shelf -> [sender thread: seal, choose receivers, announce] -> [transfer thread: form group, send]
-                      -> receivers settle (store) -> members report v (broker) -> confirmed
+    offer(v) -> a slot -> [sender thread: seal, choose receivers, announce] -> [transfer thread: form group, send]
+                       -> receivers settle (store) -> members report v (broker) -> confirmed
+    with several learner ranks this is rank 0, which orders the others (part_sender.py) to send their parts
 
 Three threads of ours share one condition. The member watch keeps ``_members`` fresh; the sender decides and waits;
 a transfer thread per attempt does the blocking collectives, because only leaving it behind ends them early. An
@@ -136,11 +137,9 @@ class Publisher:
         candidates = [m for m in live(self._members) if not self._blame.out(m)]
         if self._offered < 0:
             return []
-        booked = self.stats.version == self._offered
+        wanted, booked = self._offered, self.stats.version == self._offered
         return [
-            m.member_id
-            for m in candidates
-            if not (booked and holds(m, version=self._offered, incarnation=self._incarnation))
+            m.member_id for m in candidates if not (booked and holds(m, version=wanted, incarnation=self._incarnation))
         ]
 
     def _raise_failure(self) -> None:
@@ -293,7 +292,7 @@ class Publisher:
             )
             group = send_part(
                 config=self._config, store=store, publication=publication, part=0, payload=payload, group=group,
-                device=self._device, moved=attempt.moved, over=lambda: attempt.over,
+                device=self._device, address=self._config.host, moved=attempt.moved, over=lambda: attempt.over,
             )  # fmt: skip
             with self._changed:
                 attempt.sent = True

@@ -14,6 +14,7 @@ from weights_sync.config import WeightsSyncConfig
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import Group
 from weights_sync.manifest import Manifest, check_parts, plan
+from weights_sync.members import live
 from weights_sync.part_sender import PartSender
 from weights_sync.publisher import Publisher
 from weights_sync.staging import declare, shard_of
@@ -57,6 +58,11 @@ class Learner:
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: tensor.detach().clone() for name, tensor in named}
 
+    def await_members(self, count: int) -> None:
+        """Before the first offer: ``flush`` waits for those alone that the publisher knows of."""
+        with self.publisher._changed:
+            assert self.publisher._changed.wait_for(lambda: len(live(self.publisher._members)) == count, timeout=20)
+
     def close(self) -> None:
         self.publisher.close()
         for other in self.others:
@@ -91,6 +97,7 @@ def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 def test_the_parts_of_all_ranks_are_one_version_whole_and_as_updates(learner: Learner, model, follow) -> None:
     (one, first), (_, second) = follow("g1", CONFIG), follow("g2", CONFIG)
+    learner.await_members(2)
     sent = []
     for version in range(4):
         change(model, 1)
@@ -132,6 +139,7 @@ def test_what_another_rank_cannot_send_is_told_by_its_rank_and_sent_again(
         broadcast(group, tensor)
 
     monkeypatch.setattr(Group, "broadcast", breaking)
+    learner.await_members(1)
     wanted = learner.offer(0)
     learner.publisher.flush(30)
     assert_equal(receiver.versions[0], wanted)
@@ -142,6 +150,7 @@ def test_a_nan_in_the_part_of_another_rank_ends_the_publisher_with_its_name(lear
     _, receiver = follow("g1", CONFIG)
     with torch.no_grad():
         model[0].weight[15, 15] = float("nan")
+    learner.await_members(1)
     learner.offer(0)
     with pytest.raises(LayoutRefused, match=r"version 0 is not sent: 0\.weight not finite"):
         learner.publisher.flush(30)
