@@ -84,7 +84,8 @@ def test_c118_generation_and_training_overlap(start: Callable[..., Running], tmp
     run = start(
         "up", "-c", "quickstart", f"output_dir={tmp_path}", "learner.total_steps=31", "generator.engine=transformers",
         "generator.count=1", "generator.delay_s=1.0", "learner.delay_s=1.0", "learner.ranks=1",
-        "generator.groups_in_flight=16", *SMALL,
+        # η 1 leaves no slack at equal times: whole groups go stale and the learner waits for new ones.
+        "generator.groups_in_flight=16", "rollout.max_staleness=2", *SMALL,
     )  # fmt: skip
     assert run.wait(180) == 0, run.text()[-3000:]
     times = [line["time"] for line in metrics(run_dir)]
