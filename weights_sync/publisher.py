@@ -25,7 +25,7 @@ from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control, wait_here
 from weights_sync.errors import NoReceiver, SyncFailed
 from weights_sync.groups import Group, check_reachable, host_store, join_store, make_group
-from weights_sync.members import STRIKES, Blame, MemberWatch, holds, key, live
+from weights_sync.members import STRIKES, Blame, MemberWatch, Solitude, holds, key, live
 from weights_sync.shelf import Shelf
 from weights_sync.staging import Declaration
 from weights_sync.stats import PublishStats
@@ -48,7 +48,7 @@ class Publisher:
         incarnation: of this learner, as ``Broker.open_run`` returned it.
         device: of the staging buffers; a GPU only with nccl.
 
-    A failure of the publisher itself is raised by the next ``offer`` or ``flush``.
+    A failure of the publisher itself is raised by the next ``offer``, ``flush`` or ``check``.
     """
 
     def __init__(
@@ -85,8 +85,10 @@ class Publisher:
         known = state.publication
         self._numbers = (known.attempt, known.epoch) if known else (0, 0)  # go on counting after a restart
         self._failed_in_a_row = 0
-        self._resting: set[tuple[str, int]] = set()  # silent last time: not to hold up the others the next time
+        # Who is dead and not yet given up is silent; by this time after it, it is given up.
+        self._rest_s = state.rules.member_timeout_s if state.rules else config.sync_timeout_s
         self._progress = time.monotonic()
+        self._solitude = Solitude(config.no_generator_timeout_s)
         self.stats = PublishStats()
         log.info("weights are offered at %s", self._address)
         self._watch = MemberWatch(connect, on_members=self._members_are, on_error=self._fail)
@@ -117,6 +119,10 @@ class Publisher:
                 f"(weights_sync.sync_timeout_s = {self._config.sync_timeout_s:g}); {self._blame.text()}"
             )
 
+    def check(self) -> None:
+        """For who waits for something else. Raises what ended the publisher."""
+        self._raise_failure()
+
     def close(self) -> None:
         """Stops sending. An attempt under way is abandoned."""
         with self._changed:
@@ -127,7 +133,7 @@ class Publisher:
 
     def _behind(self) -> list[str]:
         """Live generators that do not use the newest offered version; caller holds the lock."""
-        candidates = [m for m in live(self._members) if not self._blame.out(m)]
+        candidates = self._blame.candidates(self._members)
         if self._offered < 0:
             return []
         booked = self.stats.version == self._offered
@@ -189,20 +195,23 @@ class Publisher:
                         f"weights_sync.no_generator_timeout_s = {self._config.no_generator_timeout_s:g} s; "
                         f"{self._blame.text() or 'none is alive'}"
                     )
+                alone = not self._blame.candidates(self._members)
+                self._solitude.tell(alone, current.version, why=self._blame.text(), first=self.stats.version < 0)
                 if self._shelf.waiting is None:
                     self._changed.wait(max(0.01, not_before - now) if pending else _SLICE_S * 10)
 
     def _pending(self, version: int) -> tuple[Member, ...]:
-        """Live generators without ``version``, those left out excepted; those with the base of an update first.
+        """Generators to send ``version`` to, those with the base of an update first; notes when all have it.
 
-        Notes when all have it.
+        Whoever was left out or was silent a moment ago is passed over.
         """
-        candidates = [m for m in live(self._members) if not self._blame.out(m)]
-        pending = tuple(m for m in candidates if not holds(m, version=version, incarnation=self._incarnation))
-        if candidates and not pending:
+        self._blame.keep(live(self._members))
+        awake = self._blame.awake(self._members, time.monotonic())
+        pending = tuple(m for m in awake if not holds(m, version=version, incarnation=self._incarnation))
+        if awake and not pending:
             self._progress = time.monotonic()
+            self._blame.settle()
             self._shelf.confirm()
-        pending = tuple(m for m in pending if key(m) not in self._resting) or pending
         return tuple(m for m in pending if self._has_base(m)) or pending
 
     def _has_base(self, member: Member) -> bool:
@@ -351,7 +360,9 @@ class Publisher:
                 if not silent or time.monotonic() > deadline or self._closed:
                     break
                 self._changed.wait(_SLICE_S)
-        self._resting = {key(member) for rank, member in attempt.ranks() if rank in silent}
+        for rank, member in attempt.ranks():
+            if rank in silent:
+                self._blame.rest(member, time.monotonic() + self._rest_s)
         failures.update(dict.fromkeys(silent, "does not answer"))
 
     def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
@@ -374,7 +385,6 @@ class Publisher:
                 self._progress = time.monotonic()
             attempt.over = True
             self._group = None if failures else self._group
-            self._resting = self._resting if failures else set()
             self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
             self._pending(publication.version)  # before a newer version takes this one's place on the shelf
             done = replace(self.stats, attempts=publication.attempt)
