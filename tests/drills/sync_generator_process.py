@@ -1,0 +1,101 @@
+"""A generator process without a model.
+
+The product's loop and receiver; the engine samples like generators.fake_engine and writes down what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from broker.connect import connect
+from broker.messages import Publication
+from generators.config import GeneratorConfig
+from generators.fake_engine import FakeEngine
+from generators.loop import generate
+from generators.scoring import Scorer
+from tasks.config import TaskConfig
+from tests.drills.setting import Setting
+from tests.drills.sync_setting import SYNC, digests_of, held_file
+from weights_sync.errors import SyncFailed
+from weights_sync.manifest import Manifest, check_names
+from weights_sync.receiver import Receiver
+
+TOKEN_S = 0.01
+GROUPS_IN_FLIGHT = 2
+
+
+class SyncEngine(FakeEngine):
+    """generators.engine.Engine whose weights are bytes of its own, copied from staging as a real engine's are."""
+
+    def __init__(self, setting: Setting, member_id: str) -> None:
+        super().__init__(step_s=TOKEN_S)
+        self._settled: dict[int, Callable[[str], None]] = {}
+        self._live: dict[str, Tensor] = {}
+        path = held_file(setting, os.getpid())
+        path.parent.mkdir(exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._receiver = Receiver(
+            config=SYNC,
+            member_id=member_id,
+            on_settled=lambda attempt, error: self._settled.pop(attempt)(error),
+            check=self._check,
+        )
+
+    async def stage(self, publication: Publication, *, member_id: str) -> None:
+        """Receives into staging. Raises SyncFailed."""
+        loop = asyncio.get_running_loop()
+        settled: asyncio.Future[str] = loop.create_future()
+        self._settled[publication.attempt] = lambda error: loop.call_soon_threadsafe(settled.set_result, error)
+        self._receiver.receive(publication)
+        if error := await settled:
+            raise SyncFailed(error)
+
+    async def swap(self, publication: Publication) -> None:
+        """Copies, digests the copy, writes that down; then the next token is the new version's."""
+        staged = self._receiver.take(publication.attempt)
+        for name, view in staged.staging.views.items():
+            if name in self._live:
+                self._live[name].copy_(view)
+            else:
+                self._live[name] = view.clone()
+        line = {"version": publication.version, "digests": digests_of(self._live)}
+        os.write(self._file, (json.dumps(line) + "\n").encode())  # one call: a kill leaves the line or nothing
+        await super().swap(publication)
+
+    async def close(self) -> None:
+        """Leaves an attempt under way."""
+        await super().close()
+        await asyncio.to_thread(self._receiver.close)
+
+    def _check(self, manifest: Manifest) -> None:
+        if self._live:
+            check_names(wanted=self._live, got=[entry.name for entry in manifest.entries], who="this engine")
+
+
+async def serve(setting: Setting, member_id: str) -> None:
+    """Until it is killed."""
+    config = setting.config()
+    await generate(
+        broker=lambda: connect(config, setting.url),
+        engine=SyncEngine(setting, member_id),
+        score=Scorer(TaskConfig(rewards={"one": "tests.drills.sync_setting:reward"}), timeout_s=10.0),
+        decode=lambda sample: "",
+        config=GeneratorConfig(groups_in_flight=GROUPS_IN_FLIGHT),
+        broker_config=config,
+        group_timeout_s=60.0,
+        member_id=member_id,
+        stop=asyncio.Event(),
+        eval_grace_s=SYNC.sync_timeout_s / 2,
+    )
+
+
+def run(setting: Setting, member_id: str) -> None:
+    """The process, from its start on."""
+    torch.set_num_threads(1)
+    asyncio.run(serve(setting, member_id))
