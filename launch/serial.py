@@ -73,6 +73,9 @@ class SerialGenerator:
         self._incarnation = 0
         self.stats = PublishStats()
 
+    def check(self) -> None:
+        """Nothing: errors are raised where they happen."""
+
     def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Holds ``version`` from now on."""
         self._engine.load_weights(version, tensors)

@@ -69,8 +69,9 @@ class Fleet:
 
     def close(self) -> None:
         """Everything ends, whatever state it is in."""
-        for one in [*self.alive, self.broker]:
+        for one in self.alive:
             one.stop()
+        self.broker.stop()
         self.tap.close()
         if self.audit is not None:
             self.audit.close()
@@ -78,7 +79,7 @@ class Fleet:
             self.learner.close()
         logging.getLogger().removeHandler(self.heard)
 
-    def spawn(self, name: str = "") -> Process:
+    def spawn(self, name: str = "") -> Generator:
         """A new generator, under a new name unless one is given. From the main thread."""
         name = name or f"generator-{next(self._numbers)}"
         one = Generator(name, self.directory)
@@ -119,7 +120,7 @@ class Fleet:
             time.sleep(TURN_S)
 
     def _look(self) -> None:
-        if text := next(filter(None, (one.crashed() for one in [*self.alive, self.broker])), ""):
+        if text := next(filter(None, [self.broker.crashed(), *(one.crashed() for one in self.alive)]), ""):
             raise Stuck(f"ended by itself: {text}")
         for part in (self.learner, self.audit):
             if part is not None and part.wrong:

@@ -51,7 +51,11 @@ class SyncEngine(FakeEngine):
         """Receives into staging. Raises SyncFailed."""
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[str] = loop.create_future()
-        self._settled[publication.attempt] = lambda error: loop.call_soon_threadsafe(settled.set_result, error)
+
+        def settle(error: str) -> None:
+            loop.call_soon_threadsafe(settled.set_result, error)
+
+        self._settled[publication.attempt] = settle
         self._receiver.receive(publication)
         if error := await settled:
             raise SyncFailed(error)
