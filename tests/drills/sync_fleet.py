@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.drills.processes import Process
 from tests.drills.setting import SILENCE_S, Setting
 from tests.drills.sync_audit import Audit
-from tests.drills.sync_generator import Generator
+from tests.drills.sync_generator import Forks, Generator
 from tests.drills.sync_learner import Learner
 from tests.drills.sync_tap import Tap
 
@@ -53,6 +53,7 @@ class Fleet:
         self.alive: list[Generator] = []
         self.may_give_up = False  # the learner, for want of generators
         self._numbers = itertools.count()
+        self._forks = Forks(self.directory)
         self.broker = Process("broker", "broker_process", self.directory)
         self.learner: Learner | None = None
         self.audit: Audit | None = None
@@ -71,6 +72,7 @@ class Fleet:
         """Everything ends, whatever state it is in."""
         for one in self.alive:
             one.stop()
+        self._forks.close()
         self.broker.stop()
         self.tap.close()
         if self.audit is not None:
@@ -82,7 +84,7 @@ class Fleet:
     def spawn(self, name: str = "") -> Generator:
         """A new generator, under a new name unless one is given. From the main thread."""
         name = name or f"generator-{next(self._numbers)}"
-        one = Generator(name, self.directory)
+        one = self._forks.start(name)
         self.alive.append(one)
         self.names[one.pid] = name
         return one

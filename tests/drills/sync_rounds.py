@@ -107,6 +107,7 @@ class Drill:
         shot, version = self._shot_at(new, signal.SIGKILL)
         killed_at = time.monotonic()
         self._count_kill(new, shot)
+        self.tally.newcomers += 1
         self._await_newer(others, version)
         self.tally.survivors_s.append(time.monotonic() - killed_at)
 

@@ -48,7 +48,7 @@ class Tap:
             broadcast(group, tensor)
 
         publisher.send = self._sending  # type: ignore[attr-defined]
-        Group.broadcast = seen  # type: ignore[method-assign]
+        Group.broadcast = seen  # type: ignore[assignment,method-assign]
 
     def close(self) -> None:
         """Everything is as before."""
