@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import Broker
@@ -13,6 +13,7 @@ from broker.messages import Member, MemberState
 log = logging.getLogger(__name__)
 
 STRIKES = 3  # failures in a row after which a receiver is left out until its process is replaced
+GONE, SILENT = "is gone", "does not answer"  # how an attempt ended for a receiver that could not say so itself
 _LIVE = (MemberState.SYNCING, MemberState.SERVING)
 _POLL_S = 1.0  # one long poll; bounds how long closing takes
 
@@ -30,6 +31,11 @@ def live(members: Sequence[Member]) -> tuple[Member, ...]:
 def holds(member: Member, *, version: int, incarnation: int) -> bool:
     """Whether the member reports this version of this incarnation as in use."""
     return member.policy_version == version and member.incarnation == incarnation
+
+
+def at_fault(failures: Mapping[int, str]) -> set[int]:
+    """Ranks to blame for a failed attempt: the gone and the silent if there are any; they break it for the others."""
+    return {rank for rank, error in failures.items() if error in (GONE, SILENT)} or set(failures)
 
 
 @dataclass(kw_only=True)
@@ -90,13 +96,14 @@ class Solitude:
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._alone = limit_s, False
 
-    def tell(self, alone: bool, version: int, *, why: str, first: bool) -> None:
+    def tell(self, blame: Blame, members: Sequence[Member], version: int, *, first: bool) -> None:
         """``first``: no version has been taken yet, and generators may still be starting."""
+        alone = not blame.candidates(members)
         if alone and not self._alone:
             log.log(
                 logging.INFO if first else logging.WARNING,
                 "version %d waits for a generator, up to weights_sync.no_generator_timeout_s = %g; %s",
-                version, self._limit_s, why or "none is alive",
+                version, self._limit_s, blame.text() or "none is alive",
             )  # fmt: skip
         elif self._alone and not alone:
             log.info("version %d waits no longer: there is a generator to take it", version)

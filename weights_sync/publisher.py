@@ -27,7 +27,7 @@ from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
 from weights_sync.groups import Group, check_reachable, host_store, join_store
 from weights_sync.manifest import Manifest
-from weights_sync.members import STRIKES, Blame, MemberWatch, Solitude, holds, key, live
+from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, at_fault, holds, key, live
 from weights_sync.part_sender import FATAL, Order, is_sent, send_part, sizes_of
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
@@ -200,8 +200,7 @@ class Publisher:
                         f"weights_sync.no_generator_timeout_s = {self._config.no_generator_timeout_s:g} s; "
                         f"{self._blame.text() or 'none is alive'}"
                     )
-                alone = not self._blame.candidates(self._members)
-                self._solitude.tell(alone, current.version, why=self._blame.text(), first=self.stats.version < 0)
+                self._solitude.tell(self._blame, self._members, current.version, first=self.stats.version < 0)
                 if self._shelf.waiting is None:
                     self._changed.wait(max(0.01, not_before - now) if pending else _SLICE_S * 10)
 
@@ -277,11 +276,9 @@ class Publisher:
 
     def _transfer(self, attempt: Attempt, payload: Payload) -> None:
         """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
-        publication = attempt.publication
-        try:
-            store, group = (
-                self._group[1:] if self._group else (join_store(self.address, self._config.sync_timeout_s), None)
-            )
+        publication, timeout_s = attempt.publication, self._config.sync_timeout_s
+        try:  # a client of our own store for each group, since it waits in it
+            store, group = self._group[1:] if self._group else (join_store(self.address, timeout_s), None)
             group = send_part(
                 config=self._config, store=store, publication=publication, part=0, payload=payload, group=group,
                 device=self._device, address=self._config.host, moved=attempt.moved, over=lambda: attempt.over,
@@ -339,7 +336,7 @@ class Publisher:
         answers = self._control.settled(attempt.publication.attempt, attempt.rank_numbers)
         failures = {rank: answer for rank, answer in answers.items() if answer != STAGED}
         alive = {key(m) for m in live(self._members)}
-        gone = {rank: "is gone" for rank, member in attempt.ranks() if key(member) not in alive}
+        gone = {rank: GONE for rank, member in attempt.ranks() if key(member) not in alive}
         return gone | failures
 
     def _blame_silent(self, attempt: Attempt, failures: dict[int, str]) -> None:
@@ -357,18 +354,19 @@ class Publisher:
         for rank, member in attempt.ranks():
             if rank in silent:
                 self._blame.rest(member, time.monotonic() + self._rest_s)
-        failures.update(dict.fromkeys(silent, "does not answer"))
+        failures.update(dict.fromkeys(silent, SILENT))
 
     def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
-        """Counts the attempt, blames the failed, and throws the group away unless all went well."""
-        publication = attempt.publication
+        """Counts the attempt, blames who broke it, and throws the group away unless all went well."""
+        publication, guilty = attempt.publication, at_fault(failures)
         for rank, member in attempt.ranks():
             if rank in failures:
                 log.warning(
                     "version %d, attempt %d: rank %d (%s) %s",
                     publication.version, publication.attempt, rank, member.member_id, failures[rank],
                 )  # fmt: skip
-                self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
+                if rank in guilty:
+                    self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
             elif not failures:
                 self._blame.clear(member)
         if 0 in failures:

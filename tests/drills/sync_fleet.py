@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.drills.processes import Process
 from tests.drills.setting import SILENCE_S, Setting
 from tests.drills.sync_audit import Audit
-from tests.drills.sync_generator import Generator
+from tests.drills.sync_generator import Forks, Generator
 from tests.drills.sync_learner import Learner
 from tests.drills.sync_tap import Tap
 
@@ -53,6 +53,7 @@ class Fleet:
         self.alive: list[Generator] = []
         self.may_give_up = False  # the learner, for want of generators
         self._numbers = itertools.count()
+        self._forks = Forks(self.directory)
         self.broker = Process("broker", "broker_process", self.directory)
         self.learner: Learner | None = None
         self.audit: Audit | None = None
@@ -69,8 +70,10 @@ class Fleet:
 
     def close(self) -> None:
         """Everything ends, whatever state it is in."""
-        for one in [*self.alive, self.broker]:
+        for one in self.alive:
             one.stop()
+        self._forks.close()
+        self.broker.stop()
         self.tap.close()
         if self.audit is not None:
             self.audit.close()
@@ -78,10 +81,10 @@ class Fleet:
             self.learner.close()
         logging.getLogger().removeHandler(self.heard)
 
-    def spawn(self, name: str = "") -> Process:
+    def spawn(self, name: str = "") -> Generator:
         """A new generator, under a new name unless one is given. From the main thread."""
         name = name or f"generator-{next(self._numbers)}"
-        one = Generator(name, self.directory)
+        one = self._forks.start(name)
         self.alive.append(one)
         self.names[one.pid] = name
         return one
@@ -119,7 +122,7 @@ class Fleet:
             time.sleep(TURN_S)
 
     def _look(self) -> None:
-        if text := next(filter(None, (one.crashed() for one in [*self.alive, self.broker])), ""):
+        if text := next(filter(None, [self.broker.crashed(), *(one.crashed() for one in self.alive)]), ""):
             raise Stuck(f"ended by itself: {text}")
         for part in (self.learner, self.audit):
             if part is not None and part.wrong:

@@ -1,4 +1,4 @@
-"""A generator process without a model.
+"""Generators without a model, forked one by one: ``python -m tests.drills.sync_generator_process DIRECTORY``.
 
 The product's loop and receiver; the engine samples like generators.fake_engine and writes down what it holds.
 """
@@ -8,19 +8,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from broker.connect import connect
+from broker.lifetime import die_with
 from broker.messages import Publication
 from generators.config import GeneratorConfig
 from generators.fake_engine import FakeEngine
 from generators.loop import generate
 from generators.scoring import Scorer
 from tasks.config import TaskConfig
-from tests.drills.setting import Setting
+from tests.drills.setting import Setting, read, talk
 from tests.drills.sync_setting import SYNC, digests_of, held_file
 from weights_sync.errors import SyncFailed
 from weights_sync.manifest import Manifest, check_names
@@ -28,6 +34,7 @@ from weights_sync.receiver import Receiver
 
 TOKEN_S = 0.01
 GROUPS_IN_FLIGHT = 2
+NICE = 10  # below the learner, which elsewhere has processors of its own
 
 
 class SyncEngine(FakeEngine):
@@ -51,7 +58,11 @@ class SyncEngine(FakeEngine):
         """Receives into staging. Raises SyncFailed."""
         loop = asyncio.get_running_loop()
         settled: asyncio.Future[str] = loop.create_future()
-        self._settled[publication.attempt] = lambda error: loop.call_soon_threadsafe(settled.set_result, error)
+
+        def settle(error: str) -> None:
+            loop.call_soon_threadsafe(settled.set_result, error)
+
+        self._settled[publication.attempt] = settle
         self._receiver.receive(publication)
         if error := await settled:
             raise SyncFailed(error)
@@ -95,7 +106,36 @@ async def serve(setting: Setting, member_id: str) -> None:
     )
 
 
-def run(setting: Setting, member_id: str) -> None:
-    """The process, from its start on."""
-    torch.set_num_threads(1)
-    asyncio.run(serve(setting, member_id))
+def main() -> None:
+    """Forks one generator for each name that comes in, and answers with its pid; the kernel reaps them."""
+    setting = read(sys.argv[1])
+    die_with(setting.driver_pid)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    ours = os.getpid()
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            become(setting, line.strip(), parent=ours)
+        print(pid, flush=True)
+
+
+def become(setting: Setting, name: str, *, parent: int) -> NoReturn:
+    """[in the new process] Its whole life; what it says goes to its log."""
+    try:
+        die_with(parent)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.nice(NICE)
+        log = os.open(Path(setting.directory, f"{name}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for stream, target in ((0, os.open(os.devnull, os.O_RDONLY)), (1, log), (2, log)):
+            os.dup2(target, stream)
+        talk()
+        torch.set_num_threads(1)
+        asyncio.run(serve(setting, name))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # nothing ends a generator but a signal
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -20,6 +21,7 @@ KILLS_PER_STOP = 10
 BUCKETS = 70  # of a whole version, and a little more: a round's trigger is somewhere within one
 AT_ANY_MOMENT = 0.2  # chance that a kill looks at the clock and not at the transfer
 SAME_NAME, AT_ONCE = 0.5, 0.5  # chances that a replacement takes the killed one's name; comes before all is well again
+NEWCOMER = 0.3  # chance, where it does not come at once, that one before it is killed in its first transfer
 QUIET_S = (0.6, 1.2)
 HIT_S = 30.0  # for a transfer to come that can be hit
 # Of an attempt that fails: its deadline, the answers to its end, and the next attempt. Twice that, as starts share the
@@ -34,9 +36,7 @@ class Drill:
     def __init__(self, setting: Setting, kills: int) -> None:
         self.fleet, self.tally = Fleet(setting), Tally()
         self._rng = random.Random(setting.seed)
-        stops = max(1, kills // KILLS_PER_STOP)
-        self._rounds = [self._kill_one] * kills + [self._stop_one] * stops
-        self._rng.shuffle(self._rounds)
+        self._kills, self._stops = kills, max(1, kills // KILLS_PER_STOP)
 
     def run(self) -> None:
         """All of it. Raises Stuck."""
@@ -44,11 +44,11 @@ class Drill:
         fleet.open()
         for one in [fleet.spawn() for _ in range(GENERATORS)]:
             fleet.wait(lambda one=one: fleet.serves(one, 0), SERVED_S, f"{one.name} does not serve")  # type: ignore[misc]
-        for number, one_round in enumerate(self._rounds, start=1):
-            one_round()
+        while lacking := self._lacking():
+            self._rng.choice(lacking)()
             self._settle()
-            if number % 10 == 0:
-                print(f"round {number} of {len(self._rounds)}", flush=True)
+            if self.tally.settled % 10 == 0:
+                print(f"{len(self.tally.kills)} kills, {len(self.tally.stops)} stops", flush=True)
         self._all_gone_and_one_comes()
         self._all_gone()
 
@@ -74,13 +74,15 @@ class Drill:
 
     # -- rounds --------------------------------------------------------------------------------------------------
     def _kill_one(self) -> None:
-        """One generator is killed; the others take a newer version, and so does the one that comes in its place."""
+        """One generator is killed; the others take a newer version, and so does the one that comes in its place.
+
+        Sometimes the one that comes is killed first, while it is sent its first version, which is a whole one.
+        """
         fleet = self.fleet
         victim, others = self._chosen()
-        shot, version = self._fire(victim, signal.SIGKILL, QUIET_S)
+        shot, version = self._fire(victim, signal.SIGKILL)
         killed_at = time.monotonic()
-        self.tally.kills.append(shot)
-        fleet.bury(victim)
+        self._count_kill(victim, shot)
         name = victim.name if self._rng.random() < SAME_NAME else ""
         early = self._rng.random() < AT_ONCE
         if early:
@@ -91,18 +93,34 @@ class Drill:
         self.tally.survivors_s.append(time.monotonic() - killed_at)
         if not early:
             self._phase(STARTING)
+            if len(self.tally.kills) < self._kills and self._rng.random() < NEWCOMER:
+                self._kill_newcomer(others)
             started_at, new = time.monotonic(), fleet.spawn(name)
         fleet.wait(lambda: fleet.serves(new, version + 1), SERVED_S, f"{new.name} does not serve after {version}")
         self._phase(OTHER)
         self.tally.served_s.append(time.monotonic() - started_at)
         self.tally.same_name += bool(name)
 
+    def _kill_newcomer(self, others: list[Generator]) -> None:
+        """A generator is killed somewhere in its first transfer."""
+        new = self.fleet.spawn()
+        shot, version = self._shot_at(new, signal.SIGKILL)
+        killed_at = time.monotonic()
+        self._count_kill(new, shot)
+        self.tally.newcomers += 1
+        self._await_newer(others, version)
+        self.tally.survivors_s.append(time.monotonic() - killed_at)
+
+    def _count_kill(self, victim: Generator, shot: Shot) -> None:
+        self.tally.kills.append(shot)
+        self.fleet.bury(victim)
+
     def _stop_one(self) -> None:
         """One generator stands still until everyone has given it up; then it goes on, and comes back by itself."""
         fleet = self.fleet
         victim, others = self._chosen()
         pid = victim.pid
-        shot, version = self._fire(victim, signal.SIGSTOP, QUIET_S)
+        shot, version = self._fire(victim, signal.SIGSTOP)
         stopped_at = time.monotonic()
         self.tally.stops.append(shot)
         self._await_newer(others, version)
@@ -119,6 +137,11 @@ class Drill:
         )
         assert victim.running() and victim.pid == pid
         self.tally.resumed_s.append(took)
+
+    def _lacking(self) -> list[Callable[[], None]]:
+        """The rounds that are still to be made, in any order."""
+        kills, stops = self._kills - len(self.tally.kills), self._stops - len(self.tally.stops)
+        return [self._kill_one] * kills + [self._stop_one] * stops
 
     def _settle(self) -> None:
         """With the learner standing still, everyone comes to hold its newest version."""
@@ -189,20 +212,24 @@ class Drill:
         victim = self._rng.choice(self.fleet.alive)
         return victim, [one for one in self.fleet.alive if one is not victim]
 
-    def _fire(self, victim: Generator, signum: signal.Signals, quiet_s: tuple[float, float]) -> tuple[Shot, int]:
+    def _fire(self, victim: Generator, signum: signal.Signals) -> tuple[Shot, int]:
         """Sends the signal after a while without a fault; the version that was newest then."""
-        fleet = self.fleet
         self._phase(QUIET)
-        fleet.rest(self._rng.uniform(*quiet_s))
+        self.fleet.rest(self._rng.uniform(*QUIET_S))
         if signum is signal.SIGKILL and self._rng.random() < AT_ANY_MOMENT:
-            shot = fleet.tap.shoot(victim.name, lambda: victim.signal(signum))
+            shot, version = self.fleet.tap.shoot(victim.name, lambda: victim.signal(signum)), self._version()
         else:
-            fleet.tap.arm(victim.name, self._rng.randint(1, BUCKETS), lambda: victim.signal(signum))
-            fleet.wait(lambda: fleet.tap.fired() is not None, HIT_S, f"no transfer to {victim.name} to hit")
-            fired = fleet.tap.fired()
-            assert fired is not None
-            shot = fired
+            shot, version = self._shot_at(victim, signum)
         self._phase(FAULT)
+        return shot, version
+
+    def _shot_at(self, victim: Generator, signum: signal.Signals) -> tuple[Shot, int]:
+        """Sends the signal in the middle of a transfer to the victim."""
+        fleet = self.fleet
+        fleet.tap.arm(victim.name, self._rng.randint(1, BUCKETS), lambda: victim.signal(signum))
+        fleet.wait(lambda: fleet.tap.fired() is not None, HIT_S, f"no transfer to {victim.name} to hit")
+        shot = fleet.tap.fired()
+        assert shot is not None
         return shot, self._version()
 
     def _await_newer(self, others: list[Generator], version: int) -> None:

@@ -33,7 +33,8 @@ class Policy(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, HEIGHT) for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, HEIGHT)
-        self.head.weight = self.layers[0].weight
+        self.head.weight = next(self.layers.parameters())
+        self.steps: Tensor
         self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
 
 

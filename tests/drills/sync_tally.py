@@ -21,6 +21,7 @@ class Tally:
         survivors_s: from a kill until both others used a version made after it.
         served_s: from the start of a replacement until a group that it sampled under a new version was trained.
         resumed_s: the same from SIGCONT.
+        newcomers: kills of one that was to come in another's place; it is replaced in its turn.
         settled: rounds after which all three held the learner's newest version.
     """
 
@@ -31,6 +32,7 @@ class Tally:
     served_s: list[float] = field(default_factory=list)
     resumed_s: list[float] = field(default_factory=list)
     same_name: int = 0
+    newcomers: int = 0
     settled: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -38,11 +40,11 @@ class Tally:
         """The summary."""
         stats = learner.publisher.stats
         return [
-            f"{len(self.kills)} kills, {_hits(self.kills)}",
+            f"{len(self.kills)} kills, {self.newcomers} of newcomers in their first transfer; {_hits(self.kills)}",
             f"both survivors took a version made after the kill: {len(self.survivors_s)} of {len(self.kills)}; "
             f"seconds: {spread(self.survivors_s)}",
-            f"replacements that served: {len(self.served_s)} ({self.same_name} under the killed one's name); "
-            f"seconds from their start: {spread(self.served_s)}",
+            f"replacements that served: {len(self.served_s)} of {len(self.kills) - self.newcomers} "
+            f"({self.same_name} under the killed one's name); seconds from their start: {spread(self.served_s)}",
             f"{len(self.stops)} times SIGSTOP, {_hits(self.stops)}; recovered in the same process: "
             f"{len(self.resumed_s)}; seconds from SIGCONT: {spread(self.resumed_s)}",
             f"both others took a version made after the SIGSTOP: {len(self.stops_survivors_s)} of {len(self.stops)}; "

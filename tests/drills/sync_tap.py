@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from broker.messages import Publication
-from weights_sync import publisher
+from weights_sync import publisher, transfer
 from weights_sync.groups import Group
 
 
@@ -34,7 +34,7 @@ class Tap:
         self._publication: Publication | None = None
         self._base, self._broadcasts = -1, 0
         self._armed: tuple[str, int, Callable[[], None]] | None = None
-        self._send, self._broadcast = publisher.send, Group.broadcast
+        self._send, self._broadcast = transfer.send, Group.broadcast
         self._fired = threading.Event()
         self._shot: Shot | None = None
         self.sent = {True: 0, False: 0}
@@ -47,12 +47,13 @@ class Tap:
             tap._before_broadcast()
             broadcast(group, tensor)
 
-        publisher.send = self._sending
-        Group.broadcast = seen  # type: ignore[method-assign]
+        publisher.send = self._sending  # type: ignore[attr-defined]
+        Group.broadcast = seen  # type: ignore[assignment,method-assign]
 
     def close(self) -> None:
         """Everything is as before."""
-        publisher.send, Group.broadcast = self._send, self._broadcast  # type: ignore[method-assign]
+        publisher.send = self._send  # type: ignore[attr-defined]
+        Group.broadcast = self._broadcast  # type: ignore[method-assign]
 
     def arm(self, target: str, broadcasts: int, fire: Callable[[], None]) -> None:
         """Calls ``fire`` before the ``broadcasts``-th broadcast from now on that member ``target`` takes part in."""
