@@ -77,6 +77,9 @@ class SerialGenerator:
         """There is only one place for weights."""
         return 0
 
+    def check(self) -> None:
+        """Nothing: errors are raised where they happen."""
+
     def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]], slot: int) -> None:
         """Holds ``version`` from now on."""
         self._engine.load_weights(version, tensors)

@@ -99,6 +99,9 @@ class Publishing(Protocol):
     def flush(self, timeout_s: float) -> None:
         """Waits until the newest version is in use everywhere."""
 
+    def check(self) -> None:
+        """Raises what ended it, if anything has."""
+
     def close(self) -> None:
         """Stops it."""
 
@@ -137,7 +140,10 @@ class Conductor:
         return self._feed.frontier
 
     def next_plan(self, version: int) -> Produce:
-        """Polls for the step at ``version``: its plan, END when there is nothing more to train, None while waiting."""
+        """Polls for the step at ``version``: its plan, END when there is nothing more to train, None while waiting.
+
+        Raises what ended the publisher: without generators no batch would ever come.
+        """
 
         def poll(wait_s: float) -> bytes | None:
             try:
@@ -146,6 +152,7 @@ class Conductor:
                 self.end = str(over)
                 return END
             if batch is None:
+                self._publisher.check()
                 return None
             self._prepared = prepare(
                 batch,

@@ -94,7 +94,7 @@ class Control:
     """The learner's side, over a client that never waits."""
 
     def __init__(self, store: TCPStore, *, parts: int = 1) -> None:
-        self._store, self._parts = store, parts
+        self._store, self._parts, self._orders = store, parts, 0
 
     def decide(self, attempt: int, ranks: Iterable[int], verdict: str) -> None:
         """Tells every receiver; an abandoned attempt also releases whoever waits for receivers to come."""
@@ -120,11 +120,12 @@ class Control:
         for part in range(1, self._parts):
             self._store.delete_key(sent_key(attempt, part))
 
-    def order(self, number: int, order: str) -> None:
+    def order(self, order: str) -> None:
         """Tells the other learner ranks what to send; the order before the last is forgotten."""
         if self._parts > 1:
-            self._store.set(order_key(number), order)
-            self._store.delete_key(order_key(number - 2))
+            self._orders += 1
+            self._store.set(order_key(self._orders), order)
+            self._store.delete_key(order_key(self._orders - 2))
 
     def sent(self, attempt: int) -> dict[int, str]:
         """What each other learner rank that has ended its part said."""

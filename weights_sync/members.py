@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import Broker
 from broker.messages import Member, MemberState
 
+log = logging.getLogger(__name__)
+
 STRIKES = 3  # failures in a row after which a receiver is left out until its process is replaced
+GONE, SILENT = "is gone", "does not answer"  # how an attempt ended for a receiver that could not say so itself
 _LIVE = (MemberState.SYNCING, MemberState.SERVING)
 _POLL_S = 1.0  # one long poll; bounds how long closing takes
 
@@ -29,12 +33,18 @@ def holds(member: Member, *, version: int, incarnation: int) -> bool:
     return member.policy_version == version and member.incarnation == incarnation
 
 
+def at_fault(failures: Mapping[int, str]) -> set[int]:
+    """Ranks to blame for a failed attempt: the gone and the silent if there are any; they break it for the others."""
+    return {rank for rank, error in failures.items() if error in (GONE, SILENT)} or set(failures)
+
+
 @dataclass(kw_only=True)
 class Blame:
     """Failures in a row, per process; a success clears them."""
 
     counts: dict[tuple[str, int], int] = field(default_factory=dict)
     last: dict[str, str] = field(default_factory=dict)
+    resting: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def strike(self, member: Member, error: str, *, times: int = 1) -> None:
         """Counts a failure of this member."""
@@ -44,7 +54,32 @@ class Blame:
     def clear(self, member: Member) -> None:
         """Forgets the failures of a member that has just taken a version."""
         self.counts.pop(key(member), None)
+        self.resting.pop(key(member), None)
         self.last.pop(member.member_id, None)
+
+    def settle(self) -> None:
+        """All has gone well: what went wrong for others than those still struck is not to be told as a cause later."""
+        struck = {member_id for member_id, _ in self.counts}
+        self.last = {member_id: error for member_id, error in self.last.items() if member_id in struck}
+
+    def keep(self, members: Sequence[Member]) -> None:
+        """Forgets the strikes of processes that are not among these: whoever was gone and comes back is a newcomer."""
+        there = {key(member) for member in members}
+        self.counts = {one: times for one, times in self.counts.items() if one in there}
+        self.resting = {one: until for one, until in self.resting.items() if one in there}
+
+    def rest(self, member: Member, until: float) -> None:
+        """It was silent: up to this time it is not to hold up the others again."""
+        self.resting[key(member)] = until
+
+    def candidates(self, members: Sequence[Member]) -> list[Member]:
+        """Live generators but those left out."""
+        return [member for member in live(members) if not self.out(member)]
+
+    def awake(self, members: Sequence[Member], now: float) -> list[Member]:
+        """The candidates that do not rest; all of them if they all do, since there is nobody to hold up."""
+        candidates = self.candidates(members)
+        return [member for member in candidates if self.resting.get(key(member), now) <= now] or candidates
 
     def out(self, member: Member) -> bool:
         """Whether the member is left out."""
@@ -53,6 +88,26 @@ class Blame:
     def text(self) -> str:
         """The last error of each member that failed, for the error that ends the run."""
         return "; ".join(f"{member_id}: {error}" for member_id, error in sorted(self.last.items()))
+
+
+class Solitude:
+    """Says once that there is nobody to send to, and once that there is again."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s, self._alone = limit_s, False
+
+    def tell(self, blame: Blame, members: Sequence[Member], version: int, *, first: bool) -> None:
+        """``first``: no version has been taken yet, and generators may still be starting."""
+        alone = not blame.candidates(members)
+        if alone and not self._alone:
+            log.log(
+                logging.INFO if first else logging.WARNING,
+                "version %d waits for a generator, up to weights_sync.no_generator_timeout_s = %g; %s",
+                version, self._limit_s, blame.text() or "none is alive",
+            )  # fmt: skip
+        elif self._alone and not alone:
+            log.info("version %d waits no longer: there is a generator to take it", version)
+        self._alone = alone
 
 
 class MemberWatch:

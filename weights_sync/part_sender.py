@@ -23,6 +23,7 @@ from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import STAGED, order_key, sent_key, verdict_key, wait_here
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import Group, group_name, join_store, make_group, route_to
+from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
 from weights_sync.transfer import send
@@ -43,6 +44,13 @@ class Order:
     slot: int
     base_slot: int
     base_version: int
+
+    @classmethod
+    def of(cls, publication: Publication, shelf: Shelf, *, base_version: int) -> Order:
+        """The version that the shelf shows, as an update of its base unless that is -1."""
+        assert shelf.shown is not None
+        base_slot = shelf.base.slot if base_version >= 0 and shelf.base is not None else -1
+        return cls(publication=publication, slot=shelf.shown.slot, base_slot=base_slot, base_version=base_version)
 
     def packed(self) -> str:
         """As JSON, for the store."""

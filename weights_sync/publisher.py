@@ -27,7 +27,7 @@ from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
 from weights_sync.groups import Group, check_reachable, host_store, join_store
 from weights_sync.manifest import Manifest
-from weights_sync.members import STRIKES, Blame, MemberWatch, holds, key, live
+from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, at_fault, holds, key, live
 from weights_sync.part_sender import FATAL, Order, is_sent, send_part, sizes_of
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
@@ -51,7 +51,7 @@ class Publisher:
         incarnation: of this learner, as ``Broker.open_run`` returned it.
         device: of the staging buffers; a GPU only with nccl.
 
-    A failure of the publisher itself is raised by the next ``offer`` or ``flush``.
+    A failure of the publisher itself is raised by the next ``offer``, ``flush`` or ``check``.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Publisher:
     ) -> None:
         self._config, self._connect, self._incarnation = config, connect, incarnation
         self._device = device if config.backend == "nccl" else "cpu"
-        self._parts, self._orders = declaration.parts, 0
+        self._parts = declaration.parts
         self._slots = Slots(declaration, wire_dtype=config.wire_dtype, device=self._device, keep_fp32=config.keep_fp32)
         self._shelf = Shelf(sparse=config.sparse)
         self._store, self.address = host_store(config.host, config.port, config.sync_timeout_s)
@@ -84,8 +84,10 @@ class Publisher:
         known = state.publication
         self._numbers = (known.attempt, known.epoch) if known else (0, 0)  # go on counting after a restart
         self._failed_in_a_row = 0
-        self._resting: set[tuple[str, int]] = set()  # silent last time: not to hold up the others the next time
+        # Who is dead and not yet given up is silent; by this time after it, it is given up.
+        self._rest_s = state.rules.member_timeout_s if state.rules else config.sync_timeout_s
         self._progress = time.monotonic()
+        self._solitude = Solitude(config.no_generator_timeout_s)
         self.stats = PublishStats()
         log.info("weights are offered at %s", self.address)
         self._watch = MemberWatch(connect, on_members=self._members_are, on_error=self._fail)
@@ -124,6 +126,10 @@ class Publisher:
                 f"(weights_sync.sync_timeout_s = {self._config.sync_timeout_s:g}); {self._blame.text()}"
             )
 
+    def check(self) -> None:
+        """For who waits for something else. Raises what ended the publisher."""
+        self._raise_failure()
+
     def close(self) -> None:
         """Stops sending. An attempt under way is abandoned."""
         with self._changed:
@@ -134,7 +140,7 @@ class Publisher:
 
     def _behind(self) -> list[str]:
         """Live generators that do not use the newest offered version; caller holds the lock."""
-        candidates = [m for m in live(self._members) if not self._blame.out(m)]
+        candidates = self._blame.candidates(self._members)
         if self._offered < 0:
             return []
         wanted, booked = self._offered, self.stats.version == self._offered
@@ -194,20 +200,22 @@ class Publisher:
                         f"weights_sync.no_generator_timeout_s = {self._config.no_generator_timeout_s:g} s; "
                         f"{self._blame.text() or 'none is alive'}"
                     )
+                self._solitude.tell(self._blame, self._members, current.version, first=self.stats.version < 0)
                 if self._shelf.waiting is None:
                     self._changed.wait(max(0.01, not_before - now) if pending else _SLICE_S * 10)
 
     def _pending(self, version: int) -> tuple[Member, ...]:
-        """Live generators without ``version``, those left out excepted; those with the base of an update first.
+        """Generators to send ``version`` to, those with the base of an update first; notes when all have it.
 
-        Notes when all have it.
+        Whoever was left out or was silent a moment ago is passed over.
         """
-        candidates = [m for m in live(self._members) if not self._blame.out(m)]
-        pending = tuple(m for m in candidates if not holds(m, version=version, incarnation=self._incarnation))
-        if candidates and not pending:
+        self._blame.keep(live(self._members))
+        awake = self._blame.awake(self._members, time.monotonic())
+        pending = tuple(m for m in awake if not holds(m, version=version, incarnation=self._incarnation))
+        if awake and not pending:
             self._progress = time.monotonic()
+            self._blame.settle()
             self._shelf.confirm()
-        pending = tuple(m for m in pending if key(m) not in self._resting) or pending
         return tuple(m for m in pending if self._has_base(m)) or pending
 
     def _has_base(self, member: Member) -> bool:
@@ -219,7 +227,8 @@ class Publisher:
         members = tuple(m for m in members if self._reachable(m))
         if not members:
             return
-        payload = self._payload(update=all(map(self._has_base, members)) and not self._whole_next)
+        update = all(map(self._has_base, members)) and not self._whole_next
+        payload = self._slots.shown(self._shelf, self._incarnation, update=update)
         began = time.monotonic()
         attempt = self._announce(broker, members, payload.manifest)
         transfer = threading.Thread(target=self._transfer, args=(attempt, payload), name="transfer", daemon=True)
@@ -245,16 +254,6 @@ class Publisher:
             return False
         return True
 
-    def _payload(self, *, update: bool) -> Payload:
-        """Of this rank's part of the version being sent."""
-        shown, base = self._shelf.shown, self._shelf.base
-        assert shown is not None
-        wait_s = self._config.sync_timeout_s
-        manifest = self._slots.manifest(shown.slot, shown.version, self._incarnation, wait_s=wait_s)
-        if not update or base is None or base == shown:
-            return self._slots.payload(manifest, shown.slot)
-        return self._slots.payload(manifest, shown.slot, base_slot=base.slot, base_version=base.version)
-
     def _announce(self, broker: Broker, members: tuple[Member, ...], manifest: Manifest) -> Attempt:
         keys = tuple(key(m) for m in members)
         if self._group is not None and self._group[0] != keys:
@@ -272,24 +271,14 @@ class Publisher:
         )
         self._control.forget(number - 2, range(1, len(members) + 1))
         broker.publish(publication)
-        self._order(publication, manifest.base)
+        self._control.order(Order.of(publication, self._shelf, base_version=manifest.base).packed())
         return Attempt(publication=publication, members=members)
-
-    def _order(self, publication: Publication, base: int) -> None:
-        """Has the other learner ranks send their parts."""
-        assert self._shelf.shown is not None
-        base_slot = self._shelf.base.slot if base >= 0 and self._shelf.base is not None else -1
-        order = Order(publication=publication, slot=self._shelf.shown.slot, base_slot=base_slot, base_version=base)
-        self._orders += 1
-        self._control.order(self._orders, order.packed())
 
     def _transfer(self, attempt: Attempt, payload: Payload) -> None:
         """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
-        publication = attempt.publication
-        try:
-            store, group = (
-                self._group[1:] if self._group else (join_store(self.address, self._config.sync_timeout_s), None)
-            )
+        publication, timeout_s = attempt.publication, self._config.sync_timeout_s
+        try:  # a client of our own store for each group, since it waits in it
+            store, group = self._group[1:] if self._group else (join_store(self.address, timeout_s), None)
             group = send_part(
                 config=self._config, store=store, publication=publication, part=0, payload=payload, group=group,
                 device=self._device, address=self._config.host, moved=attempt.moved, over=lambda: attempt.over,
@@ -347,7 +336,7 @@ class Publisher:
         answers = self._control.settled(attempt.publication.attempt, attempt.rank_numbers)
         failures = {rank: answer for rank, answer in answers.items() if answer != STAGED}
         alive = {key(m) for m in live(self._members)}
-        gone = {rank: "is gone" for rank, member in attempt.ranks() if key(member) not in alive}
+        gone = {rank: GONE for rank, member in attempt.ranks() if key(member) not in alive}
         return gone | failures
 
     def _blame_silent(self, attempt: Attempt, failures: dict[int, str]) -> None:
@@ -362,19 +351,22 @@ class Publisher:
                 if not silent or time.monotonic() > deadline or self._closed:
                     break
                 self._changed.wait(_SLICE_S)
-        self._resting = {key(member) for rank, member in attempt.ranks() if rank in silent}
-        failures.update(dict.fromkeys(silent, "does not answer"))
+        for rank, member in attempt.ranks():
+            if rank in silent:
+                self._blame.rest(member, time.monotonic() + self._rest_s)
+        failures.update(dict.fromkeys(silent, SILENT))
 
     def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
-        """Counts the attempt, blames the failed, and throws the group away unless all went well."""
-        publication = attempt.publication
+        """Counts the attempt, blames who broke it, and throws the group away unless all went well."""
+        publication, guilty = attempt.publication, at_fault(failures)
         for rank, member in attempt.ranks():
             if rank in failures:
                 log.warning(
                     "version %d, attempt %d: rank %d (%s) %s",
                     publication.version, publication.attempt, rank, member.member_id, failures[rank],
                 )  # fmt: skip
-                self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
+                if rank in guilty:
+                    self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
             elif not failures:
                 self._blame.clear(member)
         if 0 in failures:
@@ -385,7 +377,6 @@ class Publisher:
                 self._progress = time.monotonic()
             attempt.over = True
             self._group = None if failures else self._group
-            self._resting = self._resting if failures else set()
             self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
             self._pending(publication.version)  # before a newer version takes this one's place on the shelf
             done = replace(self.stats, attempts=publication.attempt)

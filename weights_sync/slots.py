@@ -10,6 +10,7 @@ from torch import Tensor
 from weights_sync import updates
 from weights_sync.errors import SyncFailed
 from weights_sync.manifest import Manifest
+from weights_sync.shelf import Shelf
 from weights_sync.staging import Declaration, Staging
 from weights_sync.updates import Payload
 
@@ -61,6 +62,15 @@ class Slots:
             known = staging.sealed(version=version, incarnation=incarnation, declaration=self._declaration)
             self._sealed[slot] = known
         return known
+
+    def shown(self, shelf: Shelf, incarnation: int, *, update: bool) -> Payload:
+        """On rank 0: what is sent of the version that the shelf shows, as an update of its base if there is one."""
+        shown, base = shelf.shown, shelf.base
+        assert shown is not None
+        manifest = self.manifest(shown.slot, shown.version, incarnation, wait_s=0.0)
+        if not update or base is None or base == shown:
+            return self.payload(manifest, shown.slot)
+        return self.payload(manifest, shown.slot, base_slot=base.slot, base_version=base.version)
 
     def payload(self, manifest: Manifest, slot: int, *, base_slot: int = -1, base_version: int = -1) -> Payload:
         """What of a sealed version is sent: all, or what has changed since the version in another slot."""

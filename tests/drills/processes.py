@@ -70,12 +70,12 @@ class Process:
         if self._process.returncode == 0:
             self.done = True
             return ""
-        return f"{self.name}, start {self.starts}, ended with {self._process.returncode}: {_tail(self._said(), 25)}"
+        return f"{self.name}, start {self.starts}, ended with {self._process.returncode}: {tail(self._said(), 25)}"
 
     def standing(self) -> str:
         """For the error of a drill that does not move."""
         how = "done" if self.done else "running" if self.running() else "down"
-        said = _tail(self.log.read_text(errors="replace") if self.log.exists() else "", 12)
+        said = tail(self.log.read_text(errors="replace") if self.log.exists() else "", 12)
         return f"--- {self.name}: {how}, {self.starts} starts, {self.kills} kills; its log ends with\n{said}"
 
     def _said(self) -> str:
@@ -84,5 +84,6 @@ class Process:
             return file.read().decode(errors="replace")
 
 
-def _tail(text: str, lines: int) -> str:
+def tail(text: str, lines: int) -> str:
+    """Its last lines."""
     return "\n".join(text.splitlines()[-lines:])

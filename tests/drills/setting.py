@@ -116,10 +116,20 @@ class Setting:
         Path(self.directory, "setting.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def enter() -> Setting:
-    """Called first by every process under drill: dies with the driver, and says that it is up."""
-    setting = Setting(**json.loads(Path(sys.argv[1], "setting.json").read_text(encoding="utf-8")))
-    die_with(setting.driver_pid)
+def read(directory: str) -> Setting:
+    """What ``write`` has left."""
+    return Setting(**json.loads(Path(directory, "setting.json").read_text(encoding="utf-8")))
+
+
+def talk() -> None:
+    """Says that the process is up, and logs from here on."""
     logging.basicConfig(level="INFO", stream=sys.stdout, format="%(relativeCreated)6d %(levelname)s %(message)s")
     print(f"{UP} {os.getpid()}", flush=True)
+
+
+def enter() -> Setting:
+    """Called first by every process under drill: dies with the driver, and says that it is up."""
+    setting = read(sys.argv[1])
+    die_with(setting.driver_pid)
+    talk()
     return setting

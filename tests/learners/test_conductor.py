@@ -8,14 +8,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from broker.config import RolloutConfig
 from broker.local import LocalBroker
 from broker.messages import Batch, RunState
-from learners.conductor import Conductor
+from learners.conductor import Conductor, Show
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.report import Stopwatch
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink, read_jsonl
+from weights_sync.errors import NoReceiver
 from weights_sync.stats import PublishStats
 
 NUMBERS = dict.fromkeys(
@@ -40,23 +43,49 @@ class Feed:
         return replace(self._state, counts=replace(self._state.counts, events={"stale": self._stale}))
 
 
-def test_a_step_is_written_with_its_stale_groups_and_told_with_the_brokers_state(tmp_path: Path) -> None:
-    told: list[tuple[Mapping[str, object], RunState]] = []
-    conductor = Conductor(
-        feed=Feed(),  # type: ignore[arg-type]
-        publisher=SimpleNamespace(stats=PublishStats(version=7, wire_bytes=5, payload_bytes=50)),  # type: ignore[arg-type]
+def conductor(sink: JsonlSink, feed: Any, publisher: Any, show: Show = lambda line, state: None) -> Conductor:
+    return Conductor(
+        feed=feed,
+        publisher=publisher,
         evaluation=None,  # type: ignore[arg-type]
-        sink=JsonlSink(tmp_path / "metrics.jsonl"),
+        sink=sink,
         rollout=RolloutConfig(),
         algorithm=AlgorithmConfig(),
         config=LearnerConfig(ranks=1),
         flush=lambda: None,
+        show=show,
+    )
+
+
+def test_who_waits_for_a_batch_hears_that_the_publisher_has_given_up(tmp_path: Path) -> None:
+    class Waiting(Feed):
+        def take(self, version: int, wait_s: float) -> None:  # type: ignore[override]
+            return None
+
+    def check() -> None:
+        if given_up:
+            raise NoReceiver("no generator took version 3")
+
+    given_up: list[bool] = []
+    poll = conductor(JsonlSink(tmp_path / "metrics.jsonl"), Waiting(), SimpleNamespace(check=check)).next_plan(3)
+    assert poll(0.0) is None
+    given_up.append(True)
+    with pytest.raises(NoReceiver, match="version 3"):
+        poll(0.0)
+
+
+def test_a_step_is_written_with_its_stale_groups_and_told_with_the_brokers_state(tmp_path: Path) -> None:
+    told: list[tuple[Mapping[str, object], RunState]] = []
+    rank_0 = conductor(
+        JsonlSink(tmp_path / "metrics.jsonl"),
+        Feed(),
+        SimpleNamespace(stats=PublishStats(version=7, wire_bytes=5, payload_bytes=50)),
         show=lambda line, state: told.append((line, state)),
     )
     for version in (1, 2):
-        assert conductor.next_plan(version - 1)(0.0)
+        assert rank_0.next_plan(version - 1)(0.0)
         stats: Any = StepStats(version=version, applied=True, **NUMBERS)
-        conductor.stepped(stats, Stopwatch())
+        rank_0.stepped(stats, Stopwatch())
     assert [line["sync_wire_bytes"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [5, 5]
     assert [line["stale_groups"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [2, 2]
     assert [line["step"] for line, _ in told] == [1, 2]

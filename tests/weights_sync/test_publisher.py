@@ -1,3 +1,4 @@
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -238,6 +239,48 @@ def test_c1_no_generator_for_too_long_ends_the_publisher_with_the_last_error(mod
         assert publisher._changed.wait_for(lambda: publisher._failure is not None, timeout=20)
     with pytest.raises(NoReceiver, match=r"version 3 .*no_generator_timeout_s = 1 s.*g1: rank 1.*names do not fit"):
         publisher.offer(4, model.named_parameters())
+
+
+def uses(publisher: Publisher, member_id: str, version: int) -> bool:
+    """Waits until the member reports the version."""
+    with publisher._changed:
+        return publisher._changed.wait_for(
+            lambda: any(m.member_id == member_id and m.policy_version == version for m in publisher._members),
+            timeout=20,
+        )
+
+
+def test_c1_without_a_generator_the_learner_says_that_it_waits_and_goes_on_when_one_comes(
+    model, publish, follow, caplog
+) -> None:
+    caplog.set_level("INFO", logger="weights_sync")
+    first, _ = follow("g1", CONFIG)
+    publisher = publish(model)
+    publisher.offer(0, model.named_parameters())
+    publisher.flush(20)
+    first.leave()
+    publisher.offer(1, model.named_parameters())
+    with publisher._changed:
+        assert publisher._changed.wait_for(lambda: "no_generator_timeout_s = 300" in caplog.text, timeout=20)
+    _, receiver = follow("g2", CONFIG)
+    assert uses(publisher, "g2", 1) and 1 in receiver.versions
+    said = [one.getMessage() for one in caplog.records if "waits" in one.getMessage() and one.levelname == "WARNING"]
+    (line,) = said  # of the version that it had when it saw that g1 was gone
+    assert re.fullmatch(
+        r"version [01] waits for a generator, up to weights_sync\.no_generator_timeout_s = 300; none is alive", line
+    )
+
+
+def test_a_generator_that_stands_still_holds_up_the_others_only_once(model, publish, follow, run) -> None:
+    config = CONFIG.model_copy(update={"sync_timeout_s": 1.0})
+    follow("g1", config)
+    Follower(run, "g2", lambda publication: "", pid=1).stop()  # a member until broker.member_timeout_s, and silent
+    publisher = publish(model, config)
+    for version in range(5):
+        step(model)
+        publisher.offer(version, model.named_parameters())
+        assert uses(publisher, "g1", version)
+    assert publisher.stats.failed_attempts <= 1
 
 
 def test_flush_names_who_does_not_use_the_version(model, publish, follow) -> None:
