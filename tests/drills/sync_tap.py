@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from broker.messages import Publication
-from weights_sync import publisher, transfer
+from weights_sync import part_sender, transfer
 from weights_sync.groups import Group
 
 
@@ -47,12 +47,12 @@ class Tap:
             tap._before_broadcast()
             broadcast(group, tensor)
 
-        publisher.send = self._sending  # type: ignore[attr-defined]
+        part_sender.send = self._sending  # type: ignore[assignment]
         Group.broadcast = seen  # type: ignore[assignment,method-assign]
 
     def close(self) -> None:
         """Everything is as before."""
-        publisher.send = self._send  # type: ignore[attr-defined]
+        part_sender.send = self._send  # type: ignore[assignment]
         Group.broadcast = self._broadcast  # type: ignore[method-assign]
 
     def arm(self, target: str, broadcasts: int, fire: Callable[[], None]) -> None:
