@@ -24,12 +24,15 @@ import numpy as np
 from broker.errors import Refused
 from broker.frame import Reader, Writer
 from broker.messages import SCHEMA_VERSION
+from broker.reasons import short
 
 T = TypeVar("T")
 Encoder = Callable[[Any, Writer], Any]
 Decoder = Callable[[Any, Reader], Any]
 
 _PLAIN = (str, int, float, bool)
+_TOLD_CHARACTERS = 64
+_DIMENSIONS = 8  # of an array; ours have two at most
 
 
 class _Malformed(ValueError):
@@ -65,15 +68,20 @@ def decode(frame: Sized, hint: type[T], *, max_bytes: int) -> T:
         raise Refused(f"malformed frame where {name} was expected: not [schema, type, body]")
     schema, sent, body = raw.header
     if type(schema) is not int or schema != SCHEMA_VERSION:
-        raise Refused(f"wire schema {schema!r} where {SCHEMA_VERSION} is spoken: run one version on both sides")
+        raise Refused(f"wire schema {_told(schema)} where {SCHEMA_VERSION} is spoken: run one version on both sides")
     if sent != name:
-        raise Refused(f"a frame of type {sent!r} where {name} was expected")
+        raise Refused(f"a frame of type {_told(sent)} where {name} was expected")
     try:
         value = _decoder(cast(Any, hint))(body, raw)
         raw.end()
-    except (ValueError, OverflowError) as error:
-        raise Refused(f"malformed {name}: {error}") from error
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise Refused(f"malformed {name}: {short(str(error))}") from error
     return cast(T, value)
+
+
+def _told(value: Any) -> str:
+    """A foreign value for an error's text: numbers and the beginning of strings, else its type; it may be anything."""
+    return repr(value)[:_TOLD_CHARACTERS] if type(value) in _PLAIN else type(value).__name__
 
 
 @functools.cache
@@ -199,7 +207,7 @@ def _dict_decoder(of_key: Any, of_value: Any) -> Decoder:
             try:
                 found[key(k, raw)] = each(v, raw)
             except (TypeError, ValueError) as error:
-                raise _placed(f"[{k!r}]", error) from error
+                raise _placed(f"[{_told(k)}]", error) from error
         return found
 
     return convert
@@ -215,8 +223,7 @@ def _dataclass_encoder(kind: type) -> Encoder:
     plan = [(name, _encoder(hint)) for name, hint in _fields(kind)]
 
     def convert(value: Any, raw: Writer) -> list[Any]:
-        if type(value) is not kind:
-            raise _Malformed(f"{type(value).__name__} where {kind.__name__} is declared")
+        _expect(value, kind)
         converted, name = [], ""
         try:
             for name, each in plan:
@@ -379,14 +386,14 @@ def _declared(value: Any, dtype: np.dtype[Any], what: str) -> Any:
     if type(value) is not list or len(value) != 2:
         raise _Malformed(f"not [dtype, {what}]")
     if value[0] != dtype.str:
-        raise _Malformed(f"dtype {value[0]!r} where {dtype.str!r} is declared")
+        raise _Malformed(f"dtype {_told(value[0])} where {dtype.str!r} is declared")
     return value[1]
 
 
 def _lengths(shapes: list[Any]) -> list[int]:
     """Elements of arrays of these shapes, which come from outside."""
-    if set(map(type, shapes)) <= {list}:
+    if set(map(type, shapes)) <= {list} and max(map(len, shapes), default=0) <= _DIMENSIONS:
         sizes = list(itertools.chain.from_iterable(shapes))
         if set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0:
             return list(map(math.prod, shapes))
-    raise _Malformed(f"shape {shapes[0] if len(shapes) == 1 else shapes!r} is not a list of sizes")
+    raise _Malformed(f"a shape is not a list of sizes, {_DIMENSIONS} at most")

@@ -14,6 +14,8 @@ MOST_INCARNATIONS = 1 << 20
 
 def refuse_malformed(group: Group) -> None:
     """Raises Refused unless tokens, log-probabilities, mask and versions of every completion have grown together."""
+    if group.prompt.token_ids.ndim != 1:
+        raise Refused(f"item {group.prompt.item}: prompt tokens of shape {group.prompt.token_ids.shape}")
     for index, completion in enumerate(group.completions):
         problem = _problem(completion)
         if problem:
@@ -33,6 +35,8 @@ def refuse_senseless(rules: Rules, after: int) -> None:
 
 
 def _problem(completion: Completion) -> str:
+    if completion.token_ids.ndim != 1:
+        return f"tokens of shape {completion.token_ids.shape}"
     length, runs, logprobs = len(completion.token_ids), completion.version_runs, completion.behavior_logprobs
     if logprobs.shape != (length,) or completion.loss_mask.shape != (length,):
         return (
@@ -44,4 +48,5 @@ def _problem(completion: Completion) -> str:
         return f"version runs {runs.tolist()} do not cover {length} tokens"
     if not np.isfinite(logprobs).all():
         return "a log-probability is not finite: the weights it was sampled with are garbage"
-    return ""
+    rewards = (completion.reward, *completion.reward_parts.values())
+    return "" if all(map(math.isfinite, rewards)) else "a reward is not finite"

@@ -23,6 +23,7 @@ from broker.codec import decode, encode
 from broker.errors import Refused
 from broker.frame import Writer
 from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Lease, Prompt
+from broker.wellformed import refuse_malformed
 
 LIMIT = 1 << 20
 MESSAGES = sorted(
@@ -200,3 +201,44 @@ def test_c120_a_pickle_is_refused_and_never_run(tmp_path: Path) -> None:
     with pytest.raises(Refused):
         decode(pickle.dumps(Bomb()), Group, max_bytes=LIMIT)
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\x93" + b"\x91" * 1012 + b"\x90\xa1x\x90",  # the schema is nested as deeply as msgpack reads
+        b"\x93\x03" + b"\x91" * 1012 + b"\x90\x90",  # the type is
+        b"\x93\x03\xa5Group" + b"\x91" * 1012 + b"\x90",  # the body is
+    ],
+)
+def test_values_that_cannot_even_be_printed_are_refused(header: bytes) -> None:
+    with pytest.raises(Refused, match=r"malformed|schema|type") as refusal:
+        decode(len(header).to_bytes(4, "little") + header, Group, max_bytes=1 << 20)
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_refusal_does_not_echo_what_it_refuses() -> None:
+    header = msgpack.packb([SCHEMA_VERSION, "x" * 1_000_000, []])
+    with pytest.raises(Refused, match="of type 'xxx") as refusal:
+        decode(len(header).to_bytes(4, "little") + header, Group, max_bytes=1 << 30)
+    assert len(str(refusal.value)) < 500
+
+
+def _changed(group: Group, **fields: Any) -> Group:
+    return dataclasses.replace(group, completions=(dataclasses.replace(group.completions[0], **fields),))
+
+
+def test_tokens_of_another_shape_and_rewards_that_are_not_finite_are_refused(make: Any) -> None:
+    group = make.group(Lease(lease_id="l", prompt=make.prompt(0), attempt=1, incarnation=0))
+    refuse_malformed(group)
+    with pytest.raises(Refused, match="tokens of shape"):
+        refuse_malformed(_changed(group, token_ids=np.array(1, dtype=np.int32)))
+    with pytest.raises(Refused, match="tokens of shape"):
+        refuse_malformed(_changed(group, token_ids=group.completions[0].token_ids.reshape(1, -1)))
+    with pytest.raises(Refused, match="not finite"):
+        refuse_malformed(_changed(group, reward=float("nan")))
+    with pytest.raises(Refused, match="not finite"):
+        refuse_malformed(_changed(group, reward_parts={"a": float("inf")}))
+    prompt = dataclasses.replace(group.prompt, token_ids=np.array(1, dtype=np.int32))
+    with pytest.raises(Refused, match="prompt tokens of shape"):
+        refuse_malformed(dataclasses.replace(group, prompt=prompt))
