@@ -15,7 +15,7 @@ from broker.codec import decode, encode
 from broker.config import BrokerConfig
 from broker.contract import PushOutcome
 from broker.errors import BrokerClosed, BufferFull, Refused
-from broker.heads import GroupHead, refuse_misnamed
+from broker.heads import GROUPS_PER_CALL, PROMPTS_PER_CALL, GroupHead, refuse_misnamed, round_version
 from broker.messages import Batch, DeadItem, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
 from broker.reasons import short
 from broker.wellformed import refuse_malformed
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 FIRST_PUSH_PAUSE_S, LAST_PUSH_PAUSE_S = 0.05, 1.0  # between two tries at a full buffer
-PROMPTS_PER_CALL, GROUPS_PER_CALL = 256, 16  # keep the time small that one call makes the others wait
+CALL_BYTES = 1 << 20  # of several prompts or groups: a slow link is to have sent them before it looks dead
 
 
 def fresh_token() -> str:
@@ -50,13 +50,17 @@ class Caller(ABC):
     def _call_for_bodies(self, call: Call[T], *, bodies: Bodies = (), wait_s: float = 0.0) -> tuple[T, Bodies]:
         if self._closed:
             raise BrokerClosed("this client of the broker is closed")
-        for body in bodies:
-            if len(body) > self._config.max_frame_bytes:
-                raise Refused(
-                    f"{type(call).__name__} of {len(body)} bytes is over "
-                    f"broker.max_frame_bytes = {self._config.max_frame_bytes}"
-                )
         return self._exchange(call, bodies, wait_s)
+
+    def _sendable(self, messages: Sequence[Prompt] | Sequence[Group]) -> list[bytes]:
+        """The bodies of prompts or groups. Raises Refused if one is too large, before any of them is sent."""
+        bodies = [encode(one) for one in messages]
+        largest = max(map(len, bodies), default=0)
+        if largest > self._config.max_frame_bytes:
+            name = type(messages[0]).__name__
+            limit = self._config.max_frame_bytes
+            raise Refused(f"a {name} of {largest} bytes is over broker.max_frame_bytes = {limit}")
+        return bodies
 
     # -- the learner -------------------------------------------------------------------------------------------
     def open_run(self, *, rules: Rules, version: int, frontier: Frontier, after: int = -1, unsaved: int = 0) -> int:
@@ -69,7 +73,7 @@ class Caller(ABC):
     def feed(self, prompts: Sequence[Prompt]) -> int:
         """See broker.contract.Broker."""
         refuse_misnamed(prompts)
-        items, bodies = tuple(one.item for one in prompts), [encode(one) for one in prompts]
+        items, bodies = tuple(one.item for one in prompts), self._sendable(prompts)
         return sum(
             self._call(calls.Feed(items=items[part]), bodies=bodies[part])
             for part in self._parts(bodies, PROMPTS_PER_CALL)
@@ -84,9 +88,9 @@ class Caller(ABC):
             if head is None:
                 return None
             groups: list[Group] = []
-            for lease_id, body in zip(head.lease_ids, bodies, strict=True):
+            for lease_id, item, body in zip(head.lease_ids, head.items, bodies, strict=True):
                 try:
-                    groups.append(self._readable(body, lease_id))
+                    groups.append(self._readable(body, lease_id, item))
                 except Refused as error:
                     log.warning("a delivered group cannot be read, its prompt is queued again: %s", error)
                     self._call(calls.Spoiled(version=version, lease_id=lease_id, error=short(str(error))))
@@ -115,7 +119,10 @@ class Caller(ABC):
         groups: list[Group] = []
         for body in bodies:
             try:
-                groups.append(self._readable(body))
+                group = self._readable(body)
+                if (sampled := round_version([group.prompt.item])) != version:
+                    raise Refused(f"an answer of the round for version {sampled} where {version} was expected")
+                groups.append(group)
             except Refused as error:
                 log.warning("an evaluation answer cannot be read and is left out: %s", error)
         return tuple(groups)
@@ -137,7 +144,7 @@ class Caller(ABC):
             member_id=member_id,
             policy_version=policy_version,
             incarnation=incarnation,
-            max_prompts=max_prompts,
+            max_prompts=min(max_prompts, PROMPTS_PER_CALL),
             token=self._token(),
         )
         heads, prompts = self._call_for_bodies(call, wait_s=wait_s)
@@ -159,10 +166,14 @@ class Caller(ABC):
         """See broker.contract.Broker. Raises Refused for groups whose parts have not grown together."""
         for group in groups:
             refuse_malformed(group)
-        heads, bodies = [GroupHead.of(group) for group in groups], [encode(group) for group in groups]
+        heads, bodies = [GroupHead.of(group) for group in groups], self._sendable(groups)
         outcomes: list[PushOutcome] = []
         for part in self._parts(bodies, GROUPS_PER_CALL):
-            outcomes += self._push_part(heads[part], bodies[part])
+            try:
+                outcomes += self._push_part(heads[part], bodies[part])
+            except Refused as error:
+                error.settled = tuple(outcomes)
+                raise
         return tuple(outcomes)
 
     def _push_part(self, heads: list[GroupHead], bodies: list[bytes]) -> list[PushOutcome]:
@@ -174,20 +185,30 @@ class Caller(ABC):
             outcomes.update((i, answer) for i, answer in zip(due, answers, strict=True) if answer is not None)
             if len(outcomes) == len(heads):
                 return [outcomes[i] for i in range(len(heads))]
-            if (left := until - time.monotonic()) <= 0:
+            if time.monotonic() >= until:
                 sizes = [len(body) for i, body in enumerate(bodies) if i not in outcomes]
                 raise BufferFull(
                     f"no room for {len(sizes)} groups of {sum(sizes)} bytes within broker.push_timeout_s = "
                     f"{self._config.push_timeout_s:g}: the learner takes too little, or raise broker.max_buffer_bytes"
                 )
+            smallest = min(len(body) for i, body in enumerate(bodies) if i not in outcomes)
+            self._await_room(smallest, pause, until)
+            pause = min(2 * pause, LAST_PUSH_PAUSE_S)
+
+    def _await_room(self, size: int, pause: float, until: float) -> None:
+        """Returns when ``size`` bytes may find room, or at the deadline; nothing else is sent meanwhile."""
+        while (left := until - time.monotonic()) > 0:
             time.sleep(min(pause, left))
+            if self._call(calls.HasRoom(size=size)):
+                return
             pause = min(2 * pause, LAST_PUSH_PAUSE_S)
 
     def _parts(self, bodies: Sequence[bytes], most: int) -> Iterator[slice]:
-        """Neighbours that go into one call: no more than ``most``, nor than the bytes of the largest frame."""
+        """Neighbours that go into one call: no more than ``most``, nor than ``CALL_BYTES``, unless it is one."""
         start = size = 0
+        most_bytes = min(CALL_BYTES, self._config.max_frame_bytes)
         for i, body in enumerate(bodies):
-            if i - start == most or (i > start and size + len(body) > self._config.max_frame_bytes):
+            if i - start == most or (i > start and size + len(body) > most_bytes):
                 yield slice(start, i)
                 start, size = i, 0
             size += len(body)
@@ -224,10 +245,13 @@ class Caller(ABC):
         """See broker.contract.Broker."""
         self._closed = True
 
-    def _readable(self, body: bytes, lease_id: str | None = None) -> Group:
+    def _readable(self, body: bytes, lease_id: str | None = None, item: str | None = None) -> Group:
         """The group in a body, if it is one and the one that was promised. Raises Refused."""
         group = decode(body, Group, max_bytes=self._config.max_frame_bytes)
         refuse_malformed(group)
         if lease_id not in (None, group.lease_id):
             raise Refused(f"the group of lease {group.lease_id} where that of {lease_id} was expected")
+        if item not in (None, group.prompt.item):
+            raise Refused(f"a group for item {group.prompt.item} where one for {item} was expected")
+        refuse_misnamed([group.prompt])
         return group

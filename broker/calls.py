@@ -123,6 +123,13 @@ class Push(Call[tuple[PushOutcome | None, ...]]):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HasRoom(Call[bool]):
+    """Whether the buffer would take a group of ``size`` bytes now: what is asked before one is sent again."""
+
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Release(Call[None]):
     """Broker.release."""
 
@@ -240,6 +247,8 @@ def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
             return ledger.feed(call.items, bodies)
         case Push():
             return ledger.push(call.heads, bodies)
+        case HasRoom():
+            return ledger.has_room(call.size)
         case Spoiled():
             ledger.spoiled(version=call.version, lease_id=call.lease_id, error=call.error)
         case Trained():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import zmq
 
@@ -17,7 +17,19 @@ from broker.errors import Refused
 from broker.handshake import Handshakes
 from broker.keys import client_keys
 from broker.silence import Silence
-from broker.wire import ERRORS, HEAD_BYTES, NO_REQUEST, WAITING, ReplyHead, RequestHead, lent, read_value, send_parts
+from broker.wire import (
+    ERRORS,
+    HEAD_BYTES,
+    NO_REQUEST,
+    OK,
+    PROBE,
+    UNKNOWN,
+    ReplyHead,
+    RequestHead,
+    lent,
+    read_value,
+    send_parts,
+)
 
 T = TypeVar("T")
 
@@ -28,7 +40,8 @@ LAST_PAUSE_S = 5.0
 class ZmqBroker(Caller):
     """A DEALER with a name of its own, by which the server recognises a request sent again.
 
-    Silence is told from waiting by sending again: a live server answers "still waiting".
+    Silence is told from waiting by a probe: a live server answers "waiting", or "unknown", and then the request is sent
+    again. A probe goes the way of the request, so that it cannot overtake one that a slow link is still sending.
     """
 
     def __init__(self, config: BrokerConfig, url: str, *, token: Callable[[], str] = fresh_token) -> None:
@@ -68,7 +81,7 @@ class ZmqBroker(Caller):
             name = type(call).__name__
             raise Refused(f"{name} of {len(frames[0])} bytes is over broker.max_frame_bytes = {self._max_bytes}")
         self._request_id += 1
-        silence, now = Silence(self._url, self._timeout_s), time.monotonic()
+        silence, now, sent = Silence(self._url, self._timeout_s), time.monotonic(), False
         until, send_at = now + wait_s, now
         pause = min(FIRST_PAUSE_S, self._timeout_s / 4)
         while True:
@@ -76,25 +89,29 @@ class ZmqBroker(Caller):
             now = time.monotonic()
             if now >= send_at:
                 silence.asked()
-                if self._send(call, frames, max(0.0, until - now)):
-                    send_at, pause = now + pause, min(2 * pause, LAST_PAUSE_S, self._timeout_s / 4)
-            reply = self._receive(send_in_s=send_at - now, left_s=silence.left_s())
-            if reply is None:
+                name = PROBE if sent else type(call).__name__
+                if self._send(name, [] if sent else frames, max(0.0, until - now)):
+                    send_at, pause, sent = now + pause, min(2 * pause, LAST_PAUSE_S, self._timeout_s / 4), True
+            answer = self._receive(send_in_s=send_at - now, left_s=silence.left_s())
+            if answer is None:
                 continue
             silence.ended()
-            if reply:
+            outcome, reply = answer
+            if outcome == OK:
                 return read_value(call, reply, max_bytes=self._max_bytes)
+            if outcome == UNKNOWN:
+                send_at, sent = now, False
 
-    def _send(self, call: Call[Any], frames: list[bytes], wait_s: float) -> bool:
-        head = RequestHead(request_id=self._request_id, call=type(call).__name__, wait_s=wait_s)
+    def _send(self, name: str, frames: list[bytes], wait_s: float) -> bool:
+        head = RequestHead(request_id=self._request_id, call=name, wait_s=wait_s)
         try:
             send_parts(self._socket, [encode(head), *frames])
         except zmq.Again:
             return False
         return True
 
-    def _receive(self, *, send_in_s: float, left_s: float) -> list[bytes] | None:
-        """Frames of the answer's value; empty for "still waiting"; None when there is no answer to this request.
+    def _receive(self, *, send_in_s: float, left_s: float) -> tuple[str, list[bytes]] | None:
+        """The outcome and the frames of the answer's value; None when there is no answer to this request.
 
         Wakes when the request is to be sent: at its time, or from then on as soon as the connection takes it.
         """
@@ -110,4 +127,4 @@ class ZmqBroker(Caller):
             return None
         if head.outcome in ERRORS:
             raise ERRORS[head.outcome](head.text)
-        return [] if head.outcome == WAITING else frames
+        return head.outcome, frames

@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 import types
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from enum import StrEnum
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from broker.arrays import PLAIN, Malformed, read_array, read_column, ready, told, wire_dtype
 from broker.errors import Refused
 from broker.frame import Reader, Writer
 from broker.messages import SCHEMA_VERSION
@@ -30,13 +30,7 @@ T = TypeVar("T")
 Encoder = Callable[[Any, Writer], Any]
 Decoder = Callable[[Any, Reader], Any]
 
-_PLAIN = (str, int, float, bool)
-_TOLD_CHARACTERS = 64
-_DIMENSIONS = 8  # of an array; ours have two at most
-
-
-class _Malformed(ValueError):
-    """A value is not of the declared type; the text says where and why."""
+_LARGEST = 1 << 53  # the whole numbers that a double holds exactly, which is what Lua counts with
 
 
 def encode(value: Any, hint: Any = None) -> bytes:
@@ -68,20 +62,15 @@ def decode(frame: Sized, hint: type[T], *, max_bytes: int) -> T:
         raise Refused(f"malformed frame where {name} was expected: not [schema, type, body]")
     schema, sent, body = raw.header
     if type(schema) is not int or schema != SCHEMA_VERSION:
-        raise Refused(f"wire schema {_told(schema)} where {SCHEMA_VERSION} is spoken: run one version on both sides")
+        raise Refused(f"wire schema {told(schema)} where {SCHEMA_VERSION} is spoken: run one version on both sides")
     if sent != name:
-        raise Refused(f"a frame of type {_told(sent)} where {name} was expected")
+        raise Refused(f"a frame of type {told(sent)} where {name} was expected")
     try:
         value = _decoder(cast(Any, hint))(body, raw)
         raw.end()
     except (ValueError, OverflowError, RecursionError) as error:
         raise Refused(f"malformed {name}: {short(str(error))}") from error
     return cast(T, value)
-
-
-def _told(value: Any) -> str:
-    """A foreign value for an error's text: numbers and the beginning of strings, else its type; it may be anything."""
-    return repr(value)[:_TOLD_CHARACTERS] if type(value) in _PLAIN else type(value).__name__
 
 
 @functools.cache
@@ -102,13 +91,13 @@ def _encoder(hint: Any) -> Encoder:
         inner = _encoder(_optional(args))
         return lambda value, raw: None if value is None else inner(value, raw)
     if origin is np.ndarray:
-        return _array_encoder(_dtype(args))
+        return _array_encoder(wire_dtype(args))
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return lambda value, raw: hint(value).value
     if hint is int:
-        return lambda value, raw: operator.index(value)
-    if hint in (float, bool):
-        return lambda value, raw: hint(value)
+        return lambda value, raw: _whole(operator.index(value))
+    if hint is float:
+        return lambda value, raw: _real(value)
     return lambda value, raw: _expect(value, hint)
 
 
@@ -125,27 +114,50 @@ def _decoder(hint: Any) -> Decoder:
         inner = _decoder(_optional(args))
         return lambda value, raw: None if value is None else inner(value, raw)
     if origin is np.ndarray:
-        return _array_decoder(_dtype(args))
+        dtype = wire_dtype(args)
+        return lambda value, raw: read_array(value, dtype, raw)
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return lambda value, raw: _member(hint, value)
+    if hint is int:
+        return lambda value, raw: _whole(_expect(value, int))
     return lambda value, raw: _expect(value, hint)
 
 
 def _expect(value: Any, kind: Any) -> Any:
     kind = type(None) if kind is None else kind
     if type(value) is not kind:
-        raise _Malformed(f"{type(value).__name__} where {kind.__name__} is declared")
+        raise Malformed(f"{type(value).__name__} where {kind.__name__} is declared")
     return value
 
 
-def _placed(place: str, error: Exception) -> _Malformed:
+def _whole(value: int) -> int:
+    if not -_LARGEST <= value <= _LARGEST:
+        raise Malformed("a whole number beyond 2**53")
+    return value
+
+
+def _real(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+        raise Malformed(f"{type(value).__name__} where float is declared")
+    return float(value)
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    if not isinstance(value, tuple | list):
+        raise Malformed(f"{type(value).__name__} where a tuple is declared")
+    return value
+
+
+def _placed(place: str, error: Exception) -> Malformed:
     """The complaint with the place prefixed, so that the text names the field."""
-    return _Malformed(f"{place}{'' if str(error).startswith(('.', '[')) else ': '}{error}")
+    return Malformed(f"{place}{'' if str(error).startswith(('.', '[')) else ': '}{error}")
 
 
-def _only(kind: Any, values: Iterable[Any]) -> bool:
+def _only(kind: Any, values: Collection[Any]) -> bool:
     """Whether these are plain values, all of exactly this type: then they travel as they are."""
-    return kind in _PLAIN and set(map(type, values)) <= {kind}
+    if kind not in PLAIN or not set(map(type, values)) <= {kind}:
+        return False
+    return kind is not int or (max(values, default=0) <= _LARGEST and min(values, default=0) >= -_LARGEST)
 
 
 def _optional(args: tuple[Any, ...]) -> Any:
@@ -157,7 +169,7 @@ def _member(kind: type[StrEnum], value: Any) -> StrEnum:
     try:
         return kind(_expect(value, str))
     except ValueError as error:
-        raise _Malformed(str(error)) from error
+        raise Malformed(str(error)) from error
 
 
 # -- containers ------------------------------------------------------------------------------------------------
@@ -173,7 +185,7 @@ def _each(convert: Callable[[Any, Any], Any], values: Iterable[Any], raw: Any, a
 
 def _tuple_encoder(kind: Any) -> Encoder:
     each = _encoder(kind)
-    return lambda value, raw: list(value) if _only(kind, value) else _each(each, value, raw)
+    return lambda value, raw: list(value) if _only(kind, _sequence(value)) else _each(each, value, raw)
 
 
 def _tuple_decoder(kind: Any) -> Decoder:
@@ -189,7 +201,7 @@ def _dict_encoder(of_key: Any, of_value: Any) -> Encoder:
     key, each = _encoder(of_key), _encoder(of_value)
 
     def convert(value: Any, raw: Writer) -> dict[Any, Any]:
-        if _only(of_key, value) and _only(of_value, value.values()):
+        if _only(of_key, _expect(value, dict)) and _only(of_value, value.values()):
             return cast(dict[Any, Any], value)
         return {key(k, raw): each(v, raw) for k, v in value.items()}
 
@@ -207,7 +219,7 @@ def _dict_decoder(of_key: Any, of_value: Any) -> Decoder:
             try:
                 found[key(k, raw)] = each(v, raw)
             except (TypeError, ValueError) as error:
-                raise _placed(f"[{_told(k)}]", error) from error
+                raise _placed(f"[{told(k)}]", error) from error
         return found
 
     return convert
@@ -240,7 +252,7 @@ def _dataclass_decoder(kind: type) -> Decoder:
 
     def convert(value: Any, raw: Reader) -> Any:
         if len(_expect(value, list)) != len(plan):
-            raise _Malformed(f"{len(value)} fields where {kind.__name__} has {len(plan)}")
+            raise Malformed(f"{len(value)} fields where {kind.__name__} has {len(plan)}")
         fields, name = {}, ""
         try:
             for (name, each), one in zip(plan, value, strict=True):
@@ -256,9 +268,9 @@ def _rows_encoder(kind: type) -> Encoder:
     plan = [(operator.attrgetter(name), _column_encoder(name, hint)) for name, hint in _fields(kind)]
 
     def convert(value: Any, raw: Writer) -> list[Any]:
-        if not set(map(type, value)) <= {kind}:
+        if not set(map(type, _sequence(value))) <= {kind}:
             i, row = next((i, row) for i, row in enumerate(value) if type(row) is not kind)
-            raise _Malformed(f"[{i}]: {type(row).__name__} where {kind.__name__} is declared")
+            raise Malformed(f"[{i}]: {type(row).__name__} where {kind.__name__} is declared")
         return [len(value), *(column(list(map(get, value)), raw) for get, column in plan)]
 
     return convert
@@ -269,7 +281,7 @@ def _rows_decoder(kind: type) -> Decoder:
 
     def convert(value: Any, raw: Reader) -> tuple[Any, ...]:
         if len(_expect(value, list)) != len(names) + 1:
-            raise _Malformed(f"{len(value) - 1} columns where {kind.__name__} has {len(names)} fields")
+            raise Malformed(f"{len(value) - 1} columns where {kind.__name__} has {len(names)} fields")
         size = _expect(value[0], int)
         read = [column(one, size, raw) for column, one in zip(columns, value[1:], strict=True)]
         return tuple(_build(kind, zip(names, row, strict=True)) for row in zip(*read, strict=True))
@@ -287,15 +299,15 @@ def _build(kind: type, fields: Any) -> Any:
 # -- columns and arrays ----------------------------------------------------------------------------------------
 def _column_encoder(name: str, hint: Any) -> Callable[[list[Any], Writer], Any]:
     if get_origin(hint) is np.ndarray:
-        dtype = _dtype(get_args(hint))
+        dtype = wire_dtype(get_args(hint))
         text = dtype.str
 
         def pack(arrays: list[Any], raw: Writer) -> list[Any]:
-            ready = [_ready(dtype, one, f"[{i}].{name}") for i, one in enumerate(arrays)]
-            lengths = [one.size for one in ready]
-            raw.add(ready, sum(lengths) * dtype.itemsize)
-            flat = {one.ndim for one in ready} <= {1}
-            return [text, lengths if flat else [one.shape for one in ready]]
+            rows = [ready(dtype, one, f"[{i}].{name}") for i, one in enumerate(arrays)]
+            lengths = [one.size for one in rows]
+            raw.add(rows, sum(lengths) * dtype.itemsize)
+            flat = {one.ndim for one in rows} <= {1}
+            return [text, lengths if flat else [one.shape for one in rows]]
 
         return pack
     each = _encoder(hint)
@@ -308,11 +320,11 @@ def _column_encoder(name: str, hint: Any) -> Callable[[list[Any], Writer], Any]:
 
 def _column_decoder(name: str, hint: Any) -> Callable[[Any, int, Reader], Any]:
     if get_origin(hint) is np.ndarray:
-        dtype = _dtype(get_args(hint))
+        dtype = wire_dtype(get_args(hint))
 
         def split(value: Any, size: int, raw: Reader) -> list[Any]:
             try:
-                return _split(value, size, dtype, raw)
+                return read_column(value, size, dtype, raw)
             except ValueError as error:
                 raise _placed(f".{name}", error) from error
 
@@ -321,7 +333,7 @@ def _column_decoder(name: str, hint: Any) -> Callable[[Any, int, Reader], Any]:
 
     def read(value: Any, size: int, raw: Reader) -> list[Any]:
         if type(value) is not list or len(value) != size:
-            raise _Malformed(f".{name}: not a column of {size}")
+            raise Malformed(f".{name}: not a column of {size}")
         return value if _plain_column(hint, value) else _each(each, value, raw, f".{name}")
 
     return read
@@ -332,68 +344,16 @@ def _plain_column(hint: Any, values: list[Any]) -> bool:
     if get_origin(hint) is not dict:
         return _only(hint, values)
     key, value = get_args(hint)
+    if not set(map(type, values)) <= {dict}:
+        return False
     flat = itertools.chain.from_iterable
-    return (
-        set(map(type, values)) <= {dict} and _only(key, flat(values)) and _only(value, flat(map(dict.values, values)))
-    )
-
-
-def _dtype(args: tuple[Any, ...]) -> np.dtype[Any]:
-    declared: np.dtype[Any] = np.dtype(get_args(args[1])[0])
-    return declared.newbyteorder("<")
-
-
-def _ready(dtype: np.dtype[Any], value: Any, place: str = "") -> Any:
-    """The array as it can be copied into a frame."""
-    if type(value) is np.ndarray and value.dtype == dtype:
-        return value
-    if not isinstance(value, np.ndarray) or value.dtype.newbyteorder("<") != dtype:
-        found = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise _Malformed(f"{place}{': ' if place else ''}{found} where an array of {dtype.name} is declared")
-    return np.ascontiguousarray(value, dtype=dtype)
+    return _only(key, list(flat(values))) and _only(value, list(flat(map(dict.values, values))))
 
 
 def _array_encoder(dtype: np.dtype[Any]) -> Encoder:
     def convert(value: Any, raw: Writer) -> list[Any]:
-        ready = _ready(dtype, value)
-        raw.add([ready], ready.nbytes)
+        array = ready(dtype, value)
+        raw.add([array], array.nbytes)
         return [dtype.str, list(value.shape)]
 
     return convert
-
-
-def _array_decoder(dtype: np.dtype[Any]) -> Decoder:
-    def convert(value: Any, raw: Reader) -> Any:
-        shape = _declared(value, dtype, "shape")
-        (length,) = _lengths([shape])
-        return raw.take(dtype, length).reshape(shape)
-
-    return convert
-
-
-def _split(value: Any, size: int, dtype: np.dtype[Any], raw: Reader) -> list[Any]:
-    shapes = _declared(value, dtype, "shapes")
-    if type(shapes) is not list or len(shapes) != size:
-        raise _Malformed(f"not {size} shapes")
-    lined_up = _only(int, shapes) and min(shapes, default=0) >= 0
-    ends = [0, *itertools.accumulate(shapes if lined_up else _lengths(shapes))]
-    flat = raw.take(dtype, ends[-1])
-    parts = [flat[start:end] for start, end in itertools.pairwise(ends)]
-    return parts if lined_up else [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _declared(value: Any, dtype: np.dtype[Any], what: str) -> Any:
-    if type(value) is not list or len(value) != 2:
-        raise _Malformed(f"not [dtype, {what}]")
-    if value[0] != dtype.str:
-        raise _Malformed(f"dtype {_told(value[0])} where {dtype.str!r} is declared")
-    return value[1]
-
-
-def _lengths(shapes: list[Any]) -> list[int]:
-    """Elements of arrays of these shapes, which come from outside."""
-    if set(map(type, shapes)) <= {list} and max(map(len, shapes), default=0) <= _DIMENSIONS:
-        sizes = list(itertools.chain.from_iterable(shapes))
-        if set(map(type, sizes)) <= {int} and min(sizes, default=0) >= 0:
-            return list(map(math.prod, shapes))
-    raise _Malformed(f"a shape is not a list of sizes, {_DIMENSIONS} at most")

@@ -77,6 +77,7 @@ class Broker(Protocol):
     ) -> tuple[Lease, ...]:
         """Leases up to ``max_prompts`` prompts to a generator that holds ``policy_version`` of ``incarnation``.
 
+        No call leases more than broker.heads.PROMPTS_PER_CALL.
         Admission (broker/rules.py). Evaluation prompts go first and need the learner's own version.
         Empty after ``wait_s``. Raises RunFinished.
         """
@@ -90,7 +91,8 @@ class Broker(Protocol):
     def push_all(self, groups: Sequence[Group]) -> tuple[PushOutcome, ...]:
         """Delivers groups together, for less than one by one; each is taken or not as by ``push``.
 
-        Raises Refused for one of them that cannot be taken, and BufferFull, when those before it may have been taken.
+        Raises Refused for one of them that cannot be taken, with the outcomes of those before it that were settled;
+        and BufferFull, when those before it may have been taken.
         """
 
     def release(self, *, lease_id: str, error: str) -> None:

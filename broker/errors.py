@@ -1,5 +1,9 @@
 """The error tree of everything that talks through the broker."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class SlipstreamError(Exception):
     """Base of the errors that this project raises on purpose."""
@@ -26,7 +30,12 @@ class RunFinished(BrokerError):
 
 
 class Refused(BrokerError):
-    """The broker understood the request and will not do it (malformed frame, wrong schema, abandoned policy)."""
+    """The broker understood the request and will not do it (malformed frame, wrong schema, abandoned policy).
+
+    ``settled``: what became of the groups before the refused ones, where many are pushed in several calls.
+    """
+
+    settled: tuple[Any, ...] = ()
 
 
 class NoOpenRun(Refused):

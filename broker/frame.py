@@ -71,7 +71,7 @@ class Reader:
     def take(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         """The next ``count`` elements. Raises ValueError when there are not as many."""
         if not count:
-            return np.empty(0, dtype=dtype)
+            return np.frombuffer(b"", dtype=dtype)
         size = count * dtype.itemsize
         if self._at + size > len(self._view):
             raise ValueError(f"{max(0, len(self._view) - self._at)} raw bytes left where {size} are declared")

@@ -16,7 +16,15 @@ from broker import rules as staleness
 from broker.contract import PushOutcome
 from broker.errors import NoOpenRun, Refused, RunFinished
 from broker.evaluation import EvaluationRound
-from broker.heads import BatchHead, GroupHead, LeaseHead, is_eval, refuse_misfit, refuse_misnamed_items
+from broker.heads import (
+    PROMPTS_PER_CALL,
+    BatchHead,
+    GroupHead,
+    LeaseHead,
+    is_eval,
+    refuse_misfit,
+    refuse_misnamed_items,
+)
 from broker.items import Held, TrainingItems
 from broker.messages import Counts, DeadItem, Frontier, Member, MemberState, Publication, Rules, RunState
 from broker.pool import Pool
@@ -54,7 +62,7 @@ class Ledger:
 
         ``unsaved``: positions of ``frontier`` that no checkpoint has yet; the books show them as trained.
         """
-        refuse_senseless(rules, after)
+        refuse_senseless(rules=rules, version=version, frontier=frontier, after=after, token=token)
         if token != self.token:
             another_run = self.rules is not None and self.rules.run != rules.run
             self.rules, self.token = rules, token
@@ -177,7 +185,10 @@ class Ledger:
         leases = [*self.evaluation.pool.granted(token), *self.items.pool.granted(token)]
         if leases:
             return tuple(leases)
-        while len(leases) < max_prompts and (pool := self._pool_for(policy_version, self.rules)) is not None:
+        while (
+            len(leases) < min(max_prompts, PROMPTS_PER_CALL)
+            and (pool := self._pool_for(policy_version, self.rules)) is not None
+        ):
             self.serial += 1
             lease = pool.grant(
                 lease_id=f"{self.token[:8]}.{self.serial}",
@@ -213,6 +224,16 @@ class Ledger:
             self.events[outcome.value] += 1
         self.changes += outcome is not None
         return outcome
+
+    def has_room(self, size: int) -> bool:
+        """Whether a group of ``size`` bytes would be taken in now."""
+        return self.rules is None or staleness.has_room(
+            held_bytes=self.items.held_bytes,
+            size=size,
+            buffered=len(self.items.buffer),
+            groups_per_step=self.rules.groups_per_step,
+            max_buffer_bytes=self.rules.max_buffer_bytes,
+        )
 
     def release(self, *, lease_id: str, error: str) -> None:
         """Gives a lease back; with an error the attempt counts."""
@@ -365,13 +386,7 @@ class Ledger:
             pool.end(head.lease_id)
             pool.queue(grant.item)
             return PushOutcome.ABANDONED
-        if not staleness.has_room(
-            held_bytes=self.items.held_bytes,
-            size=len(body),
-            buffered=len(self.items.buffer),
-            groups_per_step=self._open().groups_per_step,
-            max_buffer_bytes=self._open().max_buffer_bytes,
-        ):
+        if not self.has_room(len(body)):
             return None
         pool.end(head.lease_id)
         self.serial += 1

@@ -175,7 +175,7 @@ class Rules:
     max_attempts: int
     lease_timeout_s: float
     member_timeout_s: float
-    max_buffer_bytes: int = 1 << 62
+    max_buffer_bytes: int = 1 << 53
     run: str = ""
 
     @property

@@ -30,7 +30,7 @@ _STORED = 1 << 40  # what Redis itself has taken in is not limited again
 
 
 def _open_run(call: calls.OpenRun, bodies: Bodies) -> Request:
-    refuse_senseless(call.rules, call.after)
+    refuse_senseless(rules=call.rules, version=call.version, frontier=call.frontier, after=call.after, token=call.token)
     rules = {name: str(value) for name, value in asdict(call.rules).items()}
     frontier = call.frontier
     args = {"rules": rules, "version": call.version, "base": frontier.base, "beyond": list(frontier.beyond)}
@@ -157,6 +157,10 @@ def _member(blob: bytes, shown: dict[str, Any]) -> Member:
     return member
 
 
+def _truth(call: Any, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return bool(value), ()
+
+
 def _number(call: Any, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
     return int(value), ()
 
@@ -176,6 +180,7 @@ READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadBodies
     calls.EvalResults: _eval_results,
     calls.LeasePrompts: _leases,
     calls.Push: _outcomes,
+    calls.HasRoom: _truth,
     calls.ReadPublication: _publication,
     calls.ReadState: _state,
     calls.ReadDead: _dead,

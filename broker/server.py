@@ -35,13 +35,18 @@ from broker.store import Store
 from broker.wire import (
     HEAD_BYTES,
     NO_REQUEST,
+    PROBE,
+    TEXT_CHARACTERS,
+    UNKNOWN,
+    WAITING,
     RequestHead,
+    bare_reply,
     error_reply,
     lent,
     read_call,
+    receive_parts,
     send_parts,
     value_reply,
-    waiting_reply,
 )
 
 log = logging.getLogger(__name__)
@@ -132,16 +137,16 @@ class BrokerServer:
     def _take_requests(self) -> None:
         for _ in range(REQUESTS_PER_TURN):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                parts, problem = receive_parts(self._router, most_bytes=2 * self._max_bytes)
             except zmq.Again:
                 return
-            self._take(frames[0].bytes, self._kept(frames[1:]))
+            self._take(parts[0].bytes, self._kept(parts[1:]), problem)
 
     def _kept(self, frames: list[zmq.Frame]) -> list[bytes]:
         """What is left where it arrived, if it can be sent on from there and is large enough to be worth it."""
         return [one.bytes for one in frames] if self._store is not None else lent(frames)
 
-    def _take(self, sender: bytes, frames: list[bytes]) -> None:
+    def _take(self, sender: bytes, frames: list[bytes], problem: str) -> None:
         head: RequestHead | None = None
         try:
             head = decode(frames[0] if frames else b"", RequestHead, max_bytes=HEAD_BYTES)
@@ -149,10 +154,15 @@ class BrokerServer:
             if session is not None and head.request_id <= session.request_id:
                 self._repeat(sender, session, head)
                 return
+            if head.call == PROBE:
+                self._post(sender, bare_reply(head.request_id, UNKNOWN))
+                return
+            if problem:
+                raise Refused(problem)
             call, bodies = read_call(head, frames[1:], max_bytes=self._max_bytes)
         except Refused as error:
             self.ledger.events["malformed"] += 1
-            log.warning("refused a request: %s", error)
+            log.warning("refused a request: %s", str(error)[:TEXT_CHARACTERS])
             self._post(sender, error_reply(head.request_id if head else NO_REQUEST, error))
             return
         session = Session(head.request_id, call, bodies, self._clock() + head.wait_s)
@@ -163,9 +173,9 @@ class BrokerServer:
             heapq.heappush(self._deadlines, (session.deadline, session.request_id, sender))
 
     def _repeat(self, sender: bytes, session: Session, head: RequestHead) -> None:
-        """The client did not see an answer in time: say so again, or that the call still waits."""
+        """The client did not see an answer in time: say it again, or that the call still waits."""
         if head.request_id == session.request_id:
-            self._post(sender, session.reply or waiting_reply(session.request_id))
+            self._post(sender, session.reply or bare_reply(session.request_id, WAITING))
 
     def _try(self, sender: bytes, session: Session) -> bool:
         """Answers the call if it can be answered now, and says whether it was."""
@@ -173,14 +183,14 @@ class BrokerServer:
         assert call is not None
         try:
             found = answer(self.ledger, call, session.bodies, now=now, last=now >= session.deadline)
+            if found is PENDING:
+                return False
+            value, bodies = found
+            frames = value_reply(session.request_id, call, value, bodies)
         except (Refused, NoOpenRun, RunFinished) as error:
             self._reply(sender, session, error_reply(session.request_id, error))
             return True
-        if found is PENDING:
-            return False
-        value, bodies = found
-        leases = value if isinstance(call, LeasePrompts) else ()
-        self._reply(sender, session, value_reply(session.request_id, call, value, bodies), leases)
+        self._reply(sender, session, frames, value if isinstance(call, LeasePrompts) else ())
         return True
 
     def _reply(self, sender: bytes, session: Session, frames: list[bytes], leases: tuple[LeaseHead, ...] = ()) -> None:

@@ -94,7 +94,7 @@ class Store:
                     self._write(name, rows, hint)
             self._sqlite.execute("INSERT OR REPLACE INTO scalars VALUES (0, ?)", (scalars,))
             self._sqlite.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError, OverflowError, Refused) as error:
             raise self._unusable(error) from error
         self._written = scalars
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
 from broker.errors import Refused
-from broker.messages import Completion, Group, Rules
+from broker.messages import Completion, Frontier, Group, Rules
 
 MOST_INCARNATIONS = 1 << 20
+MOST_STEPS = 1 << 50  # versions and positions, which are counted on from where a learner says that it is
+_TOKEN = re.compile(r"[!-~]{1,64}")
+_TOLD_CHARACTERS = 300
 
 
 def refuse_malformed(group: Group) -> None:
@@ -22,16 +26,22 @@ def refuse_malformed(group: Group) -> None:
             raise Refused(f"item {group.prompt.item}, completion {index}: {problem}")
 
 
-def refuse_senseless(rules: Rules, after: int) -> None:
+def refuse_senseless(*, rules: Rules, version: int, frontier: Frontier, after: int, token: str) -> None:
     """Raises Refused for rules and numbers that no learner has, with which the ledger would wait or grow for ever."""
     times = (rules.lease_timeout_s, rules.member_timeout_s)
     sizes = (rules.groups_per_step, rules.max_attempts, rules.max_buffer_bytes)
     if not all(0 < one < math.inf for one in times) or min(sizes) < 1 or rules.max_staleness < 0:
-        raise Refused(f"no run can have these rules: {rules}")
+        raise Refused(f"no run can have these rules: {str(rules)[:_TOLD_CHARACTERS]}")
     if rules.on_stale not in ("mask", "drop"):
-        raise Refused(f"rollout.on_stale is mask or drop, not {rules.on_stale!r}")
+        raise Refused(f"rollout.on_stale is mask or drop, not {rules.on_stale[:_TOLD_CHARACTERS]!r}")
     if after >= MOST_INCARNATIONS:
         raise Refused(f"no learner has been started {after} times")
+    if not 0 <= version < MOST_STEPS:
+        raise Refused(f"no learner is at version {version}")
+    if not 0 <= frontier.base < MOST_STEPS or not all(frontier.base < one < MOST_STEPS for one in frontier.beyond):
+        raise Refused(f"no data position is {frontier.base} and {len(frontier.beyond)} beyond it")
+    if not _TOKEN.fullmatch(token):
+        raise Refused("a call's token is 1 to 64 letters, digits and signs of ASCII")
 
 
 def _problem(completion: Completion) -> str:
@@ -45,7 +55,7 @@ def _problem(completion: Completion) -> str:
         )
     counts = runs[:, 1].tolist() if runs.ndim == 2 and runs.shape[1] == 2 else [-1]
     if min(counts, default=0) < 0 or sum(counts) != length:
-        return f"version runs {runs.tolist()} do not cover {length} tokens"
+        return f"version runs {runs[:8].tolist()} (of {len(runs)}) do not cover {length} tokens"
     if not np.isfinite(logprobs).all():
         return "a log-probability is not finite: the weights it was sampled with are garbage"
     rewards = (completion.reward, *completion.reward_parts.values())

@@ -17,9 +17,13 @@ import zmq
 from broker.calls import CALLS, Bodies, Call, Feed, Push, answer_type
 from broker.codec import decode, encode
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
+from broker.heads import PROMPTS_PER_CALL
 
-OK, WAITING = "ok", "waiting"
+OK, WAITING, UNKNOWN = "ok", "waiting", "unknown"
+PROBE = "?"  # in the place of a call: asks what has become of the request of this number, whose frames were sent
 HEAD_BYTES = 1 << 16
+MOST_PARTS = 2 * PROMPTS_PER_CALL  # of a request; the largest has a head, a call and the prompts
+TEXT_CHARACTERS = 1000  # of an error, which may tell of what was sent
 ERRORS: dict[str, type[BrokerError]] = {"refused": Refused, "no_open_run": NoOpenRun, "finished": RunFinished}
 LEND_BYTES = 1 << 15
 NO_REQUEST = -1  # answers a request whose head could not be read
@@ -36,7 +40,11 @@ class RequestHead:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyHead:
-    """``outcome`` is ``ok`` (a value follows), ``waiting`` (alive, not yet), or a key of ERRORS with its text."""
+    """What became of a request.
+
+    ``outcome``: ``ok`` (a value follows), ``waiting`` (alive, not yet), ``unknown`` (asked for by a probe, it has not
+    arrived or its answer is no longer kept: send it again), or a key of ERRORS with its text.
+    """
 
     request_id: int
     outcome: str
@@ -51,6 +59,25 @@ def lent(frames: Sequence[zmq.Frame]) -> list[bytes]:
     return [one.bytes if len(one) < LEND_BYTES else cast(bytes, one) for one in frames]
 
 
+def receive_parts(socket: zmq.Socket[bytes], *, most_bytes: int) -> tuple[list[zmq.Frame], str]:
+    """The next message's parts, the sender's name first, and what is wrong with it: too many or too large.
+
+    Of such a message the first two parts are left; the others are thrown away as they come. Raises zmq.Again.
+    """
+    parts, size, problem = [socket.recv(zmq.NOBLOCK, copy=False)], 0, ""
+    while parts[-1].more if not problem else socket.getsockopt(zmq.RCVMORE):
+        if problem:
+            socket.recv(zmq.NOBLOCK)
+            continue
+        parts.append(socket.recv(zmq.NOBLOCK, copy=False))
+        size += len(parts[-1])
+        if len(parts) > MOST_PARTS:
+            problem = f"a request of more than {MOST_PARTS} frames"
+        elif size > most_bytes:
+            problem = f"a request of more than {most_bytes} bytes, twice broker.max_frame_bytes"
+    return (parts[:2] if problem else parts), problem
+
+
 def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
     """A message of several frames, without waiting; those that are ``lent`` are not copied. Raises zmq.ZMQError."""
     last = len(parts) - 1
@@ -61,12 +88,12 @@ def send_parts(socket: zmq.Socket[bytes], parts: Sequence[bytes]) -> None:
 def error_reply(request_id: int, error: BrokerError) -> list[bytes]:
     """The answer that makes the client raise this error."""
     name = {kind: name for name, kind in ERRORS.items()}[type(error)]
-    return [encode(ReplyHead(request_id=request_id, outcome=name, text=str(error)))]
+    return [encode(ReplyHead(request_id=request_id, outcome=name, text=str(error)[:TEXT_CHARACTERS]))]
 
 
-def waiting_reply(request_id: int) -> list[bytes]:
-    """The answer to a request sent again while it waits."""
-    return [encode(ReplyHead(request_id=request_id, outcome=WAITING, text=""))]
+def bare_reply(request_id: int, outcome: str) -> list[bytes]:
+    """The answer to a probe: the request waits, or is unknown."""
+    return [encode(ReplyHead(request_id=request_id, outcome=outcome, text=""))]
 
 
 def value_reply(request_id: int, call: Call[Any], value: Any, bodies: Bodies) -> list[bytes]:
@@ -86,7 +113,7 @@ def read_call(head: RequestHead, frames: Sequence[bytes], *, max_bytes: int) -> 
     """The call of a request and its bodies, from the frames after its head. Raises Refused when malformed."""
     kind = CALLS.get(head.call)
     if kind is None or not frames:
-        raise Refused(f"no call {head.call!r} with {len(frames)} frames is known here")
+        raise Refused(f"no call {head.call[:64]!r} with {len(frames)} frames is known here")
     for frame in frames:
         if len(frame) > max_bytes:
             raise Refused(f"a frame of {len(frame)} bytes is over broker.max_frame_bytes = {max_bytes}")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
+from collections.abc import Sequence
 
-from broker.caller import GROUPS_PER_CALL
 from broker.contract import PushOutcome
 from broker.errors import Refused
+from broker.heads import GROUPS_PER_CALL
 from broker.messages import Group
 from generators.broker_thread import BrokerThread
 
 
 class Deliveries:
-    """Pushes and releases, in the order in which they were asked for."""
+    """Pushes in the order in which they were asked for; a release does not wait for the pushes before it."""
 
     def __init__(self, thread: BrokerThread) -> None:
         self._thread = thread
@@ -34,7 +34,7 @@ class Deliveries:
         await self._thread.call(lambda broker: broker.release(lease_id=lease_id, error=error))
 
     def close(self) -> None:
-        """Closes the client behind the calls already made, without waiting for it."""
+        """Closes the client behind the push under way, without waiting; pushes whose turn has not come fail."""
         self._thread.close()
 
     async def _push_waiting(self) -> None:
@@ -42,24 +42,29 @@ class Deliveries:
             together = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUPS_PER_CALL))]
             try:
                 await self._push(together)
-            except Refused:  # because of one of them, and then none was taken: each finds out for itself
+            except Refused:  # because of one of them: each that has no outcome finds out for itself
                 for one in together:
-                    with contextlib.suppress(Refused):
-                        await self._push([one])
+                    await self._push([one])
 
     async def _push(self, waiting: list[tuple[Group, asyncio.Future[PushOutcome]]]) -> None:
         """Settles these, also with an error; one that may be of another group among them is only raised."""
         wanted = [(group, outcome) for group, outcome in waiting if not outcome.done()]
         groups = [group for group, _ in wanted]
+        if not groups:
+            return
         try:
-            found = await self._thread.call(lambda broker: broker.push_all(groups))
+            _settle(wanted, await self._thread.call(lambda broker: broker.push_all(groups)))
         except Exception as error:  # handed to whoever awaits the outcome
             if isinstance(error, Refused) and len(wanted) > 1:
+                _settle(wanted, error.settled)
                 raise
             for _, outcome in wanted:
                 if not outcome.done():
                     outcome.set_exception(error)
-            return
-        for (_, outcome), one in zip(wanted, found, strict=True):
-            if not outcome.done():
-                outcome.set_result(one)
+
+
+def _settle(wanted: Sequence[tuple[Group, asyncio.Future[PushOutcome]]], found: Sequence[PushOutcome]) -> None:
+    """Tells the first ones what became of their groups."""
+    for (_, outcome), one in zip(wanted, found, strict=False):
+        if not outcome.done():
+            outcome.set_result(one)

@@ -65,6 +65,9 @@ end
 
 needs_open_run.Feed = true
 function calls.Feed()
+  if #args.items ~= #ARGV - payload + 1 then
+    return refused(string.format('%d items were fed with %d prompts', #args.items, #ARGV - payload + 1))
+  end
   if args.round and args.round ~= number('round') then
     start_round(args.round)
   end
@@ -224,7 +227,7 @@ function calls.LeasePrompts()
   end
   local given = leased_before()
   local welcome = is_open() and args.incarnation == number('incarnation') and #given.leases == 0
-  while welcome and #given.leases < args.max_prompts do
+  while welcome and #given.leases < math.min(args.max_prompts, 256) do
     local pool = nil
     if args.policy_version == number('round') and redis_at('ZCARD', 'eval:queue') > 0 then
       pool = 'eval'
@@ -290,6 +293,9 @@ function calls.Push()
       return refused(string.format('lease %s is for item %s, not for %s', head.lease_id, entry.item, head.item))
     end
   end
+  if #args.heads ~= #ARGV - payload + 1 then
+    return refused(string.format('%d groups were pushed with %d bodies', #args.heads, #ARGV - payload + 1))
+  end
   local outcomes = {}
   for i, head in ipairs(args.heads) do
     local push = is_eval(head.item) and push_eval or push_train
@@ -299,6 +305,10 @@ function calls.Push()
     end
   end
   return ok(outcomes)
+end
+
+function calls.HasRoom()
+  return ok(not is_open() or has_room(args.size))
 end
 
 function calls.Release()

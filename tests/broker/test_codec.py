@@ -22,7 +22,7 @@ from broker import calls, messages
 from broker.codec import decode, encode
 from broker.errors import Refused
 from broker.frame import Writer
-from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Lease, Prompt
+from broker.messages import SCHEMA_VERSION, Completion, Frontier, Group, Lease, Prompt, Publication
 from broker.wellformed import refuse_malformed
 
 LIMIT = 1 << 20
@@ -49,7 +49,7 @@ def strategy(hint: Any) -> st.SearchStrategy[Any]:
     if isinstance(hint, type) and issubclass(hint, StrEnum):
         return st.sampled_from(list(hint))
     scalars: dict[Any, st.SearchStrategy[Any]] = {
-        int: st.integers(-(2**63), 2**63 - 1),
+        int: st.integers(-(2**53), 2**53),
         float: st.floats(allow_nan=False),
         str: st.text(max_size=5),
         bool: st.booleans(),
@@ -222,6 +222,72 @@ def test_a_refusal_does_not_echo_what_it_refuses() -> None:
     with pytest.raises(Refused, match="of type 'xxx") as refusal:
         decode(len(header).to_bytes(4, "little") + header, Group, max_bytes=1 << 30)
     assert len(str(refusal.value)) < 500
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, -(2**53) - 1, 2**63, 2**64 - 1, 2**70])
+def test_whole_numbers_that_a_double_cannot_hold_are_refused_at_both_ends(number: int) -> None:
+    for value in (Frontier(base=number), Frontier(base=0, beyond=(1, number))):
+        with pytest.raises(Refused, match=r"base|beyond|Frontier"):
+            encode(value)
+    for body in ([min(number, 2**64 - 1), []], [0, [1, min(number, 2**64 - 1)]]):
+        with pytest.raises(Refused, match=r"2\*\*53"):
+            decode(Writer().frame([SCHEMA_VERSION, "Frontier", body]), Frontier, max_bytes=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("reward_parts", [("a", 1.0)]),
+        ("reward", "1.5"),
+        ("reward", True),
+        ("reward", None),
+        ("text", b"2"),
+        ("token_ids", [1, 2]),
+        ("token_ids", np.zeros(4, dtype=np.int64)),
+    ],
+)
+def test_a_field_that_holds_something_else_is_not_sent(field: str, value: Any, make: Any) -> None:
+    group = make.group(Lease(lease_id="l", prompt=make.prompt(0), attempt=1, incarnation=0))
+    with pytest.raises(Refused, match=field):
+        encode(_changed(group, **{field: value}))
+
+
+@pytest.mark.parametrize("receivers", ["ab", {"a": 1}, None, iter(("a",))])
+def test_only_tuples_and_lists_are_sent_as_tuples(receivers: Any) -> None:
+    fields: dict[str, Any] = {"version": 0, "incarnation": 0, "attempt": 0, "epoch": 0, "store": ""}
+    with pytest.raises(Refused, match="receivers"):
+        encode(Publication(receivers=receivers, **fields))
+
+
+def test_numbers_of_numpy_are_numbers(make: Any) -> None:
+    group = make.group(Lease(lease_id="l", prompt=make.prompt(0), attempt=1, incarnation=0))
+    sent = _changed(group, reward=np.float32(0.5), reward_parts={"a": np.int64(2)})
+    got = decode(encode(sent), Group, max_bytes=LIMIT).completions[0]
+    assert (got.reward, got.reward_parts) == (0.5, {"a": 2.0}) and type(got.reward) is float
+
+
+def test_arrays_of_no_dimension_and_empty_ones_come_back_as_they_were(make: Any) -> None:
+    group = make.group(Lease(lease_id="l", prompt=make.prompt(0), attempt=1, incarnation=0))
+    sent = _changed(group, token_ids=np.array(7, dtype=">i4"), loss_mask=np.zeros(0, dtype=np.uint8))
+    sent = dataclasses.replace(
+        sent, prompt=dataclasses.replace(sent.prompt, token_ids=np.zeros((0, 3), dtype=np.int32))
+    )
+    got = decode(encode(sent), Group, max_bytes=LIMIT)
+    assert got.completions[0].token_ids.shape == () and int(got.completions[0].token_ids) == 7
+    assert got.prompt.token_ids.shape == (0, 3)
+    assert not got.prompt.token_ids.flags.writeable and not got.completions[0].loss_mask.flags.writeable
+
+
+@pytest.mark.parametrize("shape", [[0, 2**63], [2**63, 2**63], [2**62] * 8, [0] * 9, [2**63, 0, 2**63]])
+def test_shapes_that_nothing_has_are_refused_or_empty(shape: list[int], make: Any) -> None:
+    names = [field.name for field in dataclasses.fields(Prompt)]
+    for body in (["<i4", shape], ["<i4", [shape]]):
+        with contextlib.suppress(Refused):
+            prompt = make.prompt(0)
+            fields = [getattr(prompt, name) for name in names]
+            fields[names.index("split")], fields[names.index("token_ids")] = "train", body
+            got = decode(Writer().frame([SCHEMA_VERSION, "Prompt", fields]), Prompt, max_bytes=LIMIT)
+            assert got.token_ids.size == 0
 
 
 def _changed(group: Group, **fields: Any) -> Group:

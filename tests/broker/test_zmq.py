@@ -103,7 +103,7 @@ def head(request_id: int, call: str, wait_s: float = 0.0) -> bytes:
         ([head(1, "Feed"), b"x" * ((1 << 16) + 1)], "broker.max_frame_bytes"),
         ([head(1, "Feed"), encode(calls.Feed(items=("0",))), b"x" * ((1 << 16) + 1)], "broker.max_frame_bytes"),
         ([head(1, "Feed"), encode(calls.Feed(items=("0",))), b"x", b"x"], "Feed with 2 bodies, where 1 were expected"),
-        ([head(1, "Finish"), encode(calls.Finish(reason="")), *[b""] * 5000], "Finish with 5000 bodies, where 0"),
+        ([head(1, "Finish"), encode(calls.Finish(reason="")), *[b""] * 5000], "a request of more than 512 frames"),
         ([head(1, "ReadState", math.nan), encode(calls.ReadState(after_revision=99))], "waits for nan seconds"),
         ([head(1, "ReadState", math.inf), encode(calls.ReadState(after_revision=99))], "waits for inf seconds"),
         ([head(1, "ReadState", -1.0), encode(calls.ReadState(after_revision=99))], "waits for -1.0 seconds"),
