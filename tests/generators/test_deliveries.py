@@ -25,6 +25,7 @@ class Slow(LocalBroker):
         self.pushes: list[list[Any]] = []
         self.go = threading.Event()
         self.error: Exception | None = None
+        self.settles = 0  # groups before a refused one whose outcome is known
 
     def push_all(self, groups: Sequence[Group]) -> tuple[PushOutcome, ...]:
         names: list[Any] = list(groups)
@@ -33,7 +34,9 @@ class Slow(LocalBroker):
         if self.error is not None:
             raise self.error
         if "bad" in names:
-            raise Refused("bad")
+            refusal = Refused("bad")
+            refusal.settled = (PushOutcome.ACCEPTED,) * min(self.settles, names.index("bad"))
+            raise refusal
         return tuple(PushOutcome.DUPLICATE if one == "late" else PushOutcome.ACCEPTED for one in names)
 
 
@@ -77,6 +80,15 @@ def test_a_refused_group_is_the_error_of_its_own_push_alone() -> None:
     assert isinstance(found.pop("bad"), Refused)
     assert set(found.values()) == {PushOutcome.ACCEPTED}
     assert broker.pushes == [["a"], ["b", "bad", "c"], ["b"], ["bad"], ["c"]]
+
+
+def test_what_was_settled_before_a_refused_group_is_not_pushed_again() -> None:
+    broker = Slow()
+    broker.settles = 2
+    found = asyncio.run(pushed(broker, ["a", "b", "c", "bad", "d"]))
+    assert isinstance(found.pop("bad"), Refused)
+    assert set(found.values()) == {PushOutcome.ACCEPTED}
+    assert broker.pushes == [["a"], ["b", "c", "bad", "d"], ["bad"], ["d"]]
 
 
 def test_a_push_that_is_cancelled_before_its_turn_is_not_made() -> None:
