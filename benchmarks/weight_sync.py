@@ -12,14 +12,12 @@ only with --strict.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 
-from benchmarks.figures import Figure, line, save
-from benchmarks.machine import machine
+from benchmarks.figures import Figure
+from benchmarks.report import parser_for, report
 from benchmarks.sync_reform import control, reform
 from benchmarks.sync_stall import stall
 from benchmarks.sync_update import update
@@ -36,29 +34,8 @@ MEASURES: dict[str, Callable[[bool], list[Figure]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the measures asked for and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.weight_sync", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--only", choices=MEASURES, help="one measure instead of all")
-    parser.add_argument("--quick", action="store_true", help="small tensors: shows that it runs, not how fast")
-    parser.add_argument("--strict", action="store_true", help="status 1 when a target is missed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures here too")
-    options = parser.parse_args(arguments)
-    here = machine()
-    print(", ".join(f"{name} {value}" for name, value in here.items()), flush=True)
-    figures: list[Figure] = []
-    for name in [options.only] if options.only else MEASURES:
-        start = time.monotonic()
-        for figure in MEASURES[name](options.quick):
-            figures.append(figure)
-            print(f"{name:<10} {line(figure)}", flush=True)
-        print(f"{name:<10} took {time.monotonic() - start:.0f} s", flush=True)
-    missed = [one for one in figures if one.passed is False]
-    told = [one for one in figures if one.passed is not None]
-    print(f"{len(told) - len(missed)} of {len(told)} targets met")
-    if options.json:
-        save(options.json, figures, here)
-    return 1 if missed and options.strict else 0
+    options = parser_for("benchmarks.weight_sync", __doc__, MEASURES).parse_args(arguments)
+    return report({name: [partial(take, options.quick)] for name, take in MEASURES.items()}, options)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def _placed(place: str, error: Exception) -> Malformed:
 
 def _only(kind: Any, values: Collection[Any]) -> bool:
     """Whether these are plain values, all of exactly this type: then they travel as they are."""
-    if kind not in PLAIN or not set(map(type, values)) <= {kind}:
+    if kind not in PLAIN or not {kind}.issuperset(map(type, values)):
         return False
     return kind is not int or (max(values, default=0) <= _LARGEST and min(values, default=0) >= -_LARGEST)
 
@@ -310,10 +310,10 @@ def _column_encoder(name: str, hint: Any) -> Callable[[list[Any], Writer], Any]:
             return [text, lengths if flat else [one.shape for one in rows]]
 
         return pack
-    each = _encoder(hint)
+    each, plain = _encoder(hint), _plain_column(hint)
 
     def write(values: list[Any], raw: Writer) -> list[Any]:
-        return values if _plain_column(hint, values) else _each(each, values, raw, f".{name}")
+        return values if plain(values) else _each(each, values, raw, f".{name}")
 
     return write
 
@@ -329,25 +329,30 @@ def _column_decoder(name: str, hint: Any) -> Callable[[Any, int, Reader], Any]:
                 raise _placed(f".{name}", error) from error
 
         return split
-    each = _decoder(hint)
+    each, plain = _decoder(hint), _plain_column(hint)
 
     def read(value: Any, size: int, raw: Reader) -> list[Any]:
         if type(value) is not list or len(value) != size:
             raise Malformed(f".{name}: not a column of {size}")
-        return value if _plain_column(hint, value) else _each(each, value, raw, f".{name}")
+        return value if plain(value) else _each(each, value, raw, f".{name}")
 
     return read
 
 
-def _plain_column(hint: Any, values: list[Any]) -> bool:
-    """Whether a column travels as it is: plain values, or dictionaries of them."""
+@functools.cache
+def _plain_column(hint: Any) -> Callable[[list[Any]], bool]:
+    """Says whether a column travels as it is: plain values, or dictionaries of them."""
     if get_origin(hint) is not dict:
-        return _only(hint, values)
+        return functools.partial(_only, hint)
     key, value = get_args(hint)
-    if not set(map(type, values)) <= {dict}:
-        return False
     flat = itertools.chain.from_iterable
-    return _only(key, list(flat(values))) and _only(value, list(flat(map(dict.values, values))))
+
+    def plain(values: list[Any]) -> bool:
+        if not set(map(type, values)) <= {dict}:
+            return False
+        return _only(key, list(flat(values))) and _only(value, list(flat(map(dict.values, values))))
+
+    return plain
 
 
 def _array_encoder(dtype: np.dtype[Any]) -> Encoder:

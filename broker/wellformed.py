@@ -38,7 +38,7 @@ def refuse_senseless(*, rules: Rules, version: int, frontier: Frontier, after: i
         raise Refused(f"no learner has been started {after} times")
     if not 0 <= version < MOST_STEPS:
         raise Refused(f"no learner is at version {version}")
-    if not 0 <= frontier.base < MOST_STEPS or not all(frontier.base < one < MOST_STEPS for one in frontier.beyond):
+    if not 0 <= frontier.base < MOST_STEPS or not all(0 <= one < MOST_STEPS for one in frontier.beyond):
         raise Refused(f"no data position is {frontier.base} and {len(frontier.beyond)} beyond it")
     if not _TOKEN.fullmatch(token):
         raise Refused("a call's token is 1 to 64 letters, digits and signs of ASCII")

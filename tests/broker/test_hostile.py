@@ -41,7 +41,7 @@ def lease(broker: Broker, n: int) -> tuple[Lease, ...]:
         {"frontier": Frontier(base=-1)},
         {"frontier": Frontier(base=2**53)},
         {"frontier": Frontier(base=2**64 - 1)},
-        {"frontier": Frontier(base=5, beyond=(4,))},
+        {"frontier": Frontier(base=5, beyond=(-4,))},
         {"frontier": Frontier(base=5, beyond=(7, 2**52))},
         {"after": 2**53},
     ],

@@ -25,14 +25,13 @@ from hypothesis.stateful import (
 )
 
 from broker import calls
-from broker.codec import encode
 from broker.config import BrokerConfig
-from broker.errors import BrokerError
 from broker.heads import BatchHead, is_eval, position_of
 from broker.local import LocalBroker
-from broker.messages import Batch, Frontier, Group, Lease, Member, MemberState, Publication, Rules, RunState
+from broker.messages import Frontier, Group, Lease, Member, MemberState, Publication, Rules
 from broker.redis_backend import RedisBroker
 from broker.store import Store
+from tests.broker.views import lasting, outcome, plain
 
 IMPATIENT = BrokerConfig(push_timeout_s=1e-6)  # a full buffer is said at once
 
@@ -351,6 +350,7 @@ class Triplets(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         self.all(lambda broker: broker.dead_items())
+        self.all(lambda broker: broker._call(calls.HasRoom(size=200)))
         self.all(lambda broker: broker.publication(after_attempt=0, wait_s=0))
         self.all(lambda broker: broker.eval_results(version=self.version, count=1, wait_s=0))
 
@@ -370,14 +370,6 @@ class Triplets(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-def lasting(state: RunState) -> Any:
-    return replace(state, members=(), revision=0, counts=replace(state.counts, events=without_members(state)))
-
-
-def without_members(state: RunState) -> dict[str, int]:
-    return {name: count for name, count in state.counts.events.items() if name != "members_lost"}
-
-
 def opening(broker: Any, *, rules: Rules, version: int, frontier: Frontier, after: int, unsaved: int) -> Any:
     return broker.open_run(rules=rules, version=version, frontier=frontier, after=after, unsaved=unsaved)
 
@@ -388,17 +380,3 @@ def pushing(broker: Any, *, group: Group) -> Any:
 
 def releasing(broker: Any, *, lease_id: str, error: str) -> Any:
     return broker.release(lease_id=lease_id, error=error)
-
-
-def outcome(call: Callable[[Any], Any], broker: Any) -> Any:
-    try:
-        return call(broker)
-    except BrokerError as error:
-        return type(error)
-
-
-def plain(result: Any) -> Any:
-    """Something that compares, which messages with arrays do not."""
-    if isinstance(result, Batch | Group | Lease):
-        return encode(result)
-    return [plain(one) for one in result] if isinstance(result, tuple | list) else result
