@@ -14,8 +14,8 @@ class WeightsSyncConfig(StrictModel):
 
     transport: Literal["collective", "disk", "relay"] = Field(
         "collective",
-        description="collective: process groups, the fastest; disk: files in a shared folder; relay: through the broker, "
-        "for generators that reach nothing else",
+        description="collective: process groups; disk: files in a shared folder; relay: through the broker, for generators "
+        "that reach nothing else",
     )
     backend: Literal["gloo", "nccl"] = Field("gloo", description="of the transfer groups of transport=collective")
     dir: str = Field(
@@ -24,7 +24,8 @@ class WeightsSyncConfig(StrictModel):
         "<run folder>/weights",
     )
     host: str = Field(
-        "127.0.0.1", description="address of the learner that its other ranks and, with collective, generators can reach"
+        "127.0.0.1",
+        description="address of the learner that its ranks and, with collective, generators can reach",
     )
     port: int = Field(0, ge=0, le=65535, description="of the learner's store; 0: a free port")
     interface: str = Field("", description="network interface for gloo; empty: the one that routes to the learner")

@@ -61,15 +61,21 @@ def address(config: WeightsSyncConfig, run: str, incarnation: int) -> str:
     return f"{config.transport}:{re.sub(r'[^A-Za-z0-9_.+=,@-]', '_', run).lstrip('.') or 'run'}/{incarnation}"
 
 
-def folder_at(store: str, transport: str) -> str:
-    """The incarnation's folder that a publication names. Raises SyncFailed when it is of another transport."""
-    announced, colon, folder = store.partition(":")
-    announced = announced if colon and announced in ("disk", "relay") else "collective"
+def check_transport(store: str, transport: str) -> None:
+    """Raises SyncFailed when a publication's ``store`` is of another transport than this side's."""
+    named = store.partition(":")[0]
+    announced = named if named in ("disk", "relay") else "collective"
     if announced != transport:
         raise SyncFailed(
             f"the learner sends by {announced}, this generator receives by {transport}: give both the same "
             "weights_sync.transport"
         )
+
+
+def folder_at(store: str, transport: str) -> str:
+    """The incarnation's folder that a publication names. Raises SyncFailed when it is of another transport."""
+    check_transport(store, transport)
+    folder = store.partition(":")[2]
     run, _, incarnation = folder.partition("/")
     if not _RUN.fullmatch(run) or run.startswith(".") or not incarnation.isdigit():
         raise SyncFailed(f"no place for weights: {store!r}")

@@ -17,6 +17,7 @@ from torch.distributed import DistStoreError
 
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, STAGED, here_key, settled_key, verdict_key
+from weights_sync.depot import check_transport
 from weights_sync.errors import SyncFailed
 from weights_sync.groups import Group, group_name, join_store, make_group, route_to
 from weights_sync.manifest import Manifest
@@ -41,12 +42,7 @@ class Joined:
         """See weights_sync.reception.Source."""
         publication = attempt.publication
         if self._store is None or self._store[0] != publication.store:
-            folderless = publication.store.partition(":")[0]
-            if folderless in ("disk", "relay"):
-                raise SyncFailed(
-                    f"the learner sends by {folderless}, this generator receives by collective: give both the same "
-                    "weights_sync.transport"
-                )
+            check_transport(publication.store, "collective")
             self._store = (publication.store, join_store(publication.store, self._config.sync_timeout_s))
         store = self._own.store = self._store[1]
 
@@ -79,7 +75,7 @@ class Joined:
         return ""
 
     def settled(self, attempt: Reception, error: str) -> str:
-        """See weights_sync.reception.Source. After a failure group and store are left to whoever still waits in them."""
+        """See weights_sync.reception.Source. After a failure groups and store are left to who still waits in them."""
         number, store = attempt.publication.attempt, getattr(self._own, "store", None)
         if error:
             self._epoch = self._store = None

@@ -1,7 +1,7 @@
 """The dumb copy through a depot: what weights_sync/transfer.py is for process groups.
 
-    put_part:  bucket, bucket, … , manifest      then the version is announced: nobody waits for a part
-    get_part:  manifest, bucket, bucket, …       as often as there are readers
+put_part:  bucket, bucket, … , manifest      then the version is announced: nobody waits for a part
+get_part:  manifest, bucket, bucket, …       as often as there are readers
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from weights_sync.errors import SyncFailed
 from weights_sync.manifest import Manifest, bucket_spans, decode, encode
 from weights_sync.transfer import check_announced
 from weights_sync.updates import Payload
-
 
 _BUCKET = struct.Struct("<Q")  # bytes of a bucket, before the manifest
 
@@ -46,7 +45,7 @@ def put_part(
 ) -> None:
     """A learner rank's half; ``moved`` is called after every bucket. Raises SyncFailed, also once it is ``over``."""
     folder, part, bucket = folder_of(publication, config.transport), payload.manifest.part, bucket_bytes(config)
-    data = memoryview(payload.data.cpu().numpy())
+    data = payload.data.cpu().numpy().data
     for i, (start, stop) in enumerate(bucket_spans(len(data), bucket)):
         if over():
             raise SyncFailed("abandoned")
@@ -78,7 +77,7 @@ def get_part(
     moved()
     data = room(manifest)
     assert data.device.type == "cpu" and data.dtype == torch.uint8
-    target = memoryview(data.numpy())
+    target = data.numpy().data
     for i, (start, stop) in enumerate(bucket_spans(len(target), bucket)):
         depot.read_into(f"{folder}/{part}.{i}", target[start:stop])
         moved()

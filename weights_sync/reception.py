@@ -1,4 +1,4 @@
-"""One publication on its way in, and the seam to how its parts get here: weights_sync/joined.py, weights_sync/fetch.py."""
+"""One publication on its way in, and the seam to how its parts get here: joined.py and fetch.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Source(Protocol):
     """Brings the parts of a publication. Serves one attempt after the other; an abandoned one may still be blocked."""
 
     def opened(self, attempt: Reception) -> AbstractContextManager[ReceivePart]:
-        """[the attempt's thread] What receives part after part. Raises SyncFailed, RuntimeError, OSError, ValueError."""
+        """[its thread] What receives part after part. Raises SyncFailed, RuntimeError, OSError, ValueError."""
 
     def watch(self, attempt: Reception) -> str:
         """[another thread] Waits until the attempt has ended, or has to: then returns why."""
