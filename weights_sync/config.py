@@ -14,8 +14,8 @@ class WeightsSyncConfig(StrictModel):
 
     transport: Literal["collective", "disk", "relay"] = Field(
         "collective",
-        description="collective: process groups; disk: files in a shared folder; relay: through the broker, for generators "
-        "that reach nothing else",
+        description="collective: process groups; disk: files in a shared folder; relay: through the broker, for "
+        "generators that reach nothing else",
     )
     backend: Literal["gloo", "nccl"] = Field("gloo", description="of the transfer groups of transport=collective")
     dir: str = Field(

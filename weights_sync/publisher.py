@@ -31,7 +31,7 @@ from weights_sync.deposit import Deposit
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
 from weights_sync.groups import host_store
 from weights_sync.manifest import Manifest
-from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, at_fault, holds, key, live
+from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, holds, key, live
 from weights_sync.part_sender import FATAL, Order, is_sent, sizes_of
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
@@ -376,20 +376,8 @@ class Publisher:
 
     def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
         """Counts the attempt, and blames who broke it."""
-        publication, guilty = attempt.publication, at_fault(failures)
-        for rank, member in attempt.ranks():
-            if rank in failures:
-                log.warning(
-                    "version %d, attempt %d: rank %d (%s) %s",
-                    publication.version, publication.attempt, rank, member.member_id, failures[rank],
-                )  # fmt: skip
-                if rank in guilty:
-                    self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
-            elif not failures:
-                self._blame.clear(member)
-        if 0 in failures:
-            log.warning("version %d, attempt %d: %s", publication.version, publication.attempt, failures[0])
-            self._blame.last["learner"] = failures[0]
+        publication = attempt.publication
+        self._blame.book(publication, attempt.members, failures)
         with self._changed:
             if attempt.sent and len(failures) < len(attempt.members):
                 self._progress = time.monotonic()
