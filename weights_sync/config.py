@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 
 from broker.config import Bytes, Seconds, StrictModel
 
+RELAY_BUCKET_BYTES = 8 << 20  # a larger blob would hold up the leases and heartbeats of others
+
 
 class WeightsSyncConfig(StrictModel):
     """How policy versions travel from the learner to the generators."""
@@ -48,6 +50,11 @@ class WeightsSyncConfig(StrictModel):
     verify_load: Literal["first", "always", "never"] = Field(
         "first", description="digest what the engine computes with"
     )
+
+    @property
+    def blob_bytes(self) -> int:
+        """Of one bucket in a depot: bucket_bytes, through the broker no more than RELAY_BUCKET_BYTES."""
+        return min(self.bucket_bytes, RELAY_BUCKET_BYTES) if self.transport == "relay" else self.bucket_bytes
 
     def staging_device(self, device: str) -> str:
         """Where versions are staged on a side whose model is on ``device``: there for nccl, else on the CPU."""

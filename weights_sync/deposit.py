@@ -19,7 +19,7 @@ from weights_sync.depot import Connect, address, folder_at, open_depot
 from weights_sync.errors import SyncFailed
 from weights_sync.manifest import Manifest
 from weights_sync.members import key
-from weights_sync.parcel import bucket_bytes, folder_of, put_part
+from weights_sync.parcel import folder_of, put_part
 from weights_sync.updates import Payload
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class Deposit:
 
     def patience_s(self, manifest: Manifest) -> float:
         """See weights_sync.carrier.Carrier. Each read has the deadline; a reader that misses one says so itself."""
-        reads = 1 + manifest.parts * (1 + -(-manifest.wire_bytes // bucket_bytes(self._config)))
+        reads = 1 + manifest.parts * (1 + -(-manifest.wire_bytes // self._config.blob_bytes))
         return reads * self._config.sync_timeout_s
 
     def ended(self, attempt: Attempt, *, failed: bool) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from broker.messages import Publication
-from weights_sync import relay
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.depot import Depot, folder_at
 from weights_sync.errors import SyncFailed
@@ -29,11 +28,6 @@ def folder_of(publication: Publication, transport: str) -> str:
     return f"{folder_at(publication.store, transport)}/{publication.attempt}"
 
 
-def bucket_bytes(config: WeightsSyncConfig) -> int:
-    """Of one blob."""
-    return min(config.bucket_bytes, relay.BUCKET_BYTES) if config.transport == "relay" else config.bucket_bytes
-
-
 def put_part(
     depot: Depot,
     config: WeightsSyncConfig,
@@ -44,7 +38,7 @@ def put_part(
     over: Callable[[], bool],
 ) -> None:
     """A learner rank's half; ``moved`` is called after every bucket. Raises SyncFailed, also once it is ``over``."""
-    folder, part, bucket = folder_of(publication, config.transport), payload.manifest.part, bucket_bytes(config)
+    folder, part, bucket = folder_of(publication, config.transport), payload.manifest.part, config.blob_bytes
     data = payload.data.cpu().numpy().data
     for i, (start, stop) in enumerate(bucket_spans(len(data), bucket)):
         if over():

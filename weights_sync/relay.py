@@ -14,7 +14,6 @@ from broker.errors import BrokerError
 from weights_sync.errors import SyncFailed
 
 T = TypeVar("T")
-BUCKET_BYTES = 8 << 20  # at most: a larger blob would hold up the leases and heartbeats of others
 
 
 class Relay:

@@ -1,6 +1,6 @@
 """A receiver in a process of its own: publications in as JSON lines, outcomes out. Killed by itself on demand.
 
-Arguments: its settings, its name, at which broadcast or bucket it dies, and the broker's settings and url if there is one.
+Arguments: its settings, its name, at which broadcast or bucket it dies; the broker's settings and url if it has one.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from weights_sync.publisher import Publisher
 from weights_sync.staging import declare
 
 DIE_AT = {"collective": 4, "disk": 2}  # at the second bucket
+over_groups = pytest.mark.parametrize("sync", ["collective"], indirect=True)  # what no transport has a part in
 
 
 @pytest.fixture
@@ -219,6 +220,7 @@ def test_c9_a_version_that_one_receiver_refused_is_not_published_until_a_whole_r
     assert [publication.version for publication in follower.attempts] == [0, 1, 1]
 
 
+@over_groups
 def test_c4_a_shard_is_refused_at_the_offer_and_nothing_is_sent(model, publish, follow, sync) -> None:
     _, receiver = follow("g1", sync)
     publisher = publish(model, sync)
@@ -254,6 +256,7 @@ def uses(publisher: Publisher, member_id: str, version: int) -> bool:
         )
 
 
+@over_groups
 def test_c1_without_a_generator_the_learner_says_that_it_waits_and_goes_on_when_one_comes(
     model, publish, follow, caplog, sync
 ) -> None:
@@ -287,6 +290,7 @@ def test_a_generator_that_stands_still_holds_up_the_others_only_once(model, publ
     assert publisher.stats.failed_attempts <= 1
 
 
+@over_groups
 def test_flush_names_who_does_not_use_the_version(model, publish, follow, sync) -> None:
     def hang(manifest: Manifest) -> None:
         raise LayoutRefused("never")
@@ -298,6 +302,7 @@ def test_flush_names_who_does_not_use_the_version(model, publish, follow, sync) 
         publisher.flush(0.05)
 
 
+@over_groups
 def test_offers_never_wait_for_the_network(model, publish, follow, sync) -> None:
     follow("g1", sync)
     publisher = publish(model, sync)
