@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
+from weights_sync.answers import answer
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, STAGED, here_key, settled_key, verdict_key
 from weights_sync.depot import check_transport
@@ -84,7 +85,7 @@ class Joined:
                 store.set(settled_key(number, attempt.rank), error or STAGED)
         except RuntimeError as lost:
             log.warning("cannot tell the learner how attempt %d ended: %s", number, lost)
-        return error
+        return answer(number, error) if error and store is None else error  # then the report has to say it
 
     def leave(self, attempt: Reception) -> None:
         """See weights_sync.reception.Source."""

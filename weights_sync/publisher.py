@@ -183,6 +183,8 @@ class Publisher:
             broker.close()
         except BaseException as error:
             log.error("the publisher ends: %s", error)
+            if isinstance(error, NoReceiver | LayoutRefused):
+                self._carrier.tidy(broker, ())
             self._fail(error)
 
     def _next_receivers(self) -> tuple[Member, ...] | None:

@@ -53,6 +53,8 @@ def main() -> None:
         fields = json.loads(line)
         receiver.receive(Publication(**{**fields, "receivers": tuple(fields["receivers"])}))
         attempt, error = settled.get()
+        if not error:
+            receiver.take(attempt)
         print(json.dumps({"attempt": attempt, "error": error}), flush=True)
 
 
