@@ -66,7 +66,7 @@ def change(model: nn.Module) -> None:
         model[0].weight[0, :3] += 1
 
 
-def test_what_every_reader_has_confirmed_is_deleted_and_nothing_before(
+def test_c22_what_every_reader_has_confirmed_is_deleted_and_nothing_before(
     model, publish, follow, run, sync, tmp_path
 ) -> None:
     gate, seen = threading.Event(), []
