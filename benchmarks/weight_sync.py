@@ -1,6 +1,7 @@
 """How fast weights get to the generators, beside what it is built on: `python -m benchmarks.weight_sync`.
 
     wire      a whole version to 1, 2 and 4 receivers, beside a bare gloo broadcast of the same bytes and buckets
+    transports the same by files and through the broker, with all that is around it, beside process groups
     update    what a sparse update costs to make and to apply, beside copying the version
     stall     what `offer` costs the learner, beside a copy of the same bytes and beside the peers' way
     control   messages around the payload of one publication
@@ -20,11 +21,13 @@ from benchmarks.figures import Figure
 from benchmarks.report import parser_for, report
 from benchmarks.sync_reform import control, reform
 from benchmarks.sync_stall import stall
+from benchmarks.sync_transports import transports
 from benchmarks.sync_update import update
 from benchmarks.sync_wire import wire
 
 MEASURES: dict[str, Callable[[bool], list[Figure]]] = {
     "wire": wire,
+    "transports": transports,
     "update": update,
     "stall": stall,
     "control": control,

@@ -228,6 +228,20 @@ class Caller(ABC):
         """See broker.contract.Broker."""
         return self._call(calls.ReadPublication(after_attempt=after_attempt), wait_s=wait_s)
 
+    # -- weights on their way ----------------------------------------------------------------------------------
+    def put_blob(self, name: str, data: bytes) -> None:
+        """See broker.contract.Broker."""
+        self._call(calls.PutBlob(name=name, max_bytes=self._config.max_blob_bytes), bodies=(data,))
+
+    def get_blob(self, name: str) -> bytes | None:
+        """See broker.contract.Broker."""
+        there, bodies = self._call_for_bodies(calls.GetBlob(name=name))
+        return bodies[0] if there else None
+
+    def sweep_blobs(self, keep: Sequence[str]) -> int:
+        """See broker.contract.Broker."""
+        return self._call(calls.SweepBlobs(keep=tuple(keep)))
+
     # -- everyone ----------------------------------------------------------------------------------------------
     def dead_items(self) -> tuple[DeadItem, ...]:
         """See broker.contract.Broker."""

@@ -170,6 +170,28 @@ class Requeue(Call[int]):
     items: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PutBlob(Call[None]):
+    """Broker.put_blob. Body: the data."""
+
+    name: str
+    max_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetBlob(Call[bool]):
+    """Broker.get_blob: whether there is one. Body of the answer: its data."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepBlobs(Call[int]):
+    """Broker.sweep_blobs."""
+
+    keep: tuple[str, ...]
+
+
 CALLS: dict[str, type[Call[Any]]] = {kind.__name__: kind for kind in Call.__subclasses__()}
 
 
@@ -205,6 +227,9 @@ def answer(
         case ReadPublication():
             publication = ledger.publication(after_attempt=call.after_attempt)
             return PENDING if publication is None and not last and not ledger.finished else (publication, ())
+        case GetBlob():
+            data = ledger.blobs.get(call.name)
+            return data is not None, () if data is None else (data,)
         case ReadState():
             return PENDING if ledger.revision <= call.after_revision and not last else (ledger.state(), ())
         case _:
@@ -267,6 +292,10 @@ def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
             return ledger.dead_items()
         case Requeue():
             return ledger.requeue(call.items)
+        case PutBlob():
+            ledger.blobs.put(call.name, bodies[0], max_bytes=call.max_bytes)
+        case SweepBlobs():
+            return ledger.blobs.sweep(call.keep)
         case _:
             raise TypeError(f"no such call: {type(call).__name__}")
     return None

@@ -41,6 +41,9 @@ class BrokerConfig(StrictModel):
     reconnect_timeout_s: Seconds = 60.0
     max_frame_bytes: Bytes = Field(256 << 20, ge=1 << 12, description="of one prompt, group or call")
     max_buffer_bytes: Bytes = Field(4 << 30, ge=1 << 20, description="of delivered groups; beyond it producers wait")
+    max_blob_bytes: Bytes = Field(
+        8 << 30, ge=1 << 20, description="of weights on their way through it (weights_sync.transport = relay)"
+    )
     push_timeout_s: Seconds = Field(600.0, description="how long a producer waits for room")
     durability: Literal["memory", "disk"] = Field("memory", description="whether the broker's state survives its end")
     data_dir: str = Field("", description="where the state is kept; empty: <run folder>/broker")

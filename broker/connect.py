@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from broker.client import ZmqBroker
@@ -25,3 +27,24 @@ def connect(config: BrokerConfig, url: str) -> Broker:
 
         return RedisBroker(config, url)
     raise BrokerError(f"broker.url must be tcp://host:port or redis://host:port/0, not {scheme or 'empty'}://…")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How a broker is reached, as a value: calling it opens a client for one thread."""
+
+    config: BrokerConfig
+    url: str
+
+    def __call__(self) -> Broker:
+        """See connect."""
+        return connect(self.config, self.url)
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values, for the way to another process of ours."""
+        return {"config": self.config.model_dump(), "url": self.url}
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Access:
+        """The other way."""
+        return cls(config=BrokerConfig(**plain["config"]), url=plain["url"])

@@ -115,6 +115,20 @@ class Broker(Protocol):
     def requeue(self, items: Sequence[str]) -> int:
         """Queues dead prompts again, with all their attempts; returns how many of these there were."""
 
+    # -- weights on their way ----------------------------------------------------------------------------------
+    def put_blob(self, name: str, data: bytes) -> None:
+        """Keeps ``data`` under ``name`` until it is swept away, in place of what was there. Needs no open run.
+
+        Raises Refused when all blobs together would be over ``broker.max_blob_bytes``, or this one over
+        ``broker.max_frame_bytes``. Blobs are in the broker's memory and gone with it.
+        """
+
+    def get_blob(self, name: str) -> bytes | None:
+        """The blob under ``name``, anything that has its bytes as a buffer; None when there is none."""
+
+    def sweep_blobs(self, keep: Sequence[str]) -> int:
+        """Forgets every blob whose name begins with none of ``keep``; returns how many those were."""
+
     # -- everyone ----------------------------------------------------------------------------------------------
     def state(self, *, after_revision: int = -1, wait_s: float = 0.0) -> RunState:
         """A consistent look. Waits for a revision above ``after_revision``.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from broker import rules as staleness
+from broker.blobs import Blobs
 from broker.contract import PushOutcome
 from broker.errors import NoOpenRun, Refused, RunFinished
 from broker.evaluation import EvaluationRound
@@ -53,6 +54,7 @@ class Ledger:
         self.events = self.items.events
         self.token = ""
         self.serial = 0
+        self.blobs = Blobs()
 
     # -- the learner -------------------------------------------------------------------------------------------
     def open_run(

@@ -28,7 +28,7 @@ from broker.silence import Silence
 
 T = TypeVar("T")
 
-PARTS = ("store", "pool", "items", "wakes", "calls", "looks")
+PARTS = ("store", "pool", "items", "wakes", "calls", "blobs", "looks")
 LONGEST_WAIT_S = 2.0  # below the socket's timeout, or an idle wait would look like a broken connection
 GROUPS_PER_READ = 32
 # The channel on which the end of a wait is announced (lua/wakes.lua); leases have one for each client.

@@ -76,6 +76,10 @@ def _publish(call: calls.Publish, bodies: Bodies) -> Request:
     return Request(args, [encode(publication)])
 
 
+def _put_blob(call: calls.PutBlob, bodies: Bodies) -> Request:
+    return Request(asdict(call), bodies)
+
+
 def _plain(call: Any, bodies: Bodies) -> Request:
     return Request(asdict(call))
 
@@ -87,6 +91,7 @@ REQUESTS: dict[type[calls.Call[Any]], Callable[[Any, Bodies], Request]] = {
     calls.Push: _push,
     calls.Report: _report,
     calls.Publish: _publish,
+    calls.PutBlob: _put_blob,
 }
 
 
@@ -173,6 +178,10 @@ def _publication(call: calls.ReadPublication, value: Any, bodies: list[bytes], r
     return decode(bodies[0], Publication, max_bytes=_STORED) if value else None, ()
 
 
+def _blob(call: calls.GetBlob, value: Any, bodies: list[bytes], read: ReadBodies) -> Answer:
+    return value, bodies
+
+
 READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadBodies], Answer]] = {
     calls.OpenRun: _number,
     calls.Feed: _number,
@@ -185,4 +194,6 @@ READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadBodies
     calls.ReadState: _state,
     calls.ReadDead: _dead,
     calls.Requeue: _number,
+    calls.GetBlob: _blob,
+    calls.SweepBlobs: _number,
 }

@@ -23,7 +23,7 @@ from typing import Any
 import zmq
 
 from broker.address import bracketed, reachable_host, resolve
-from broker.calls import PENDING, Bodies, Call, EvalResults, LeasePrompts, TakeBatch, answer, waits_alike
+from broker.calls import PENDING, Bodies, Call, EvalResults, GetBlob, LeasePrompts, TakeBatch, answer, waits_alike
 from broker.codec import decode
 from broker.config import BrokerConfig
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
@@ -197,7 +197,7 @@ class BrokerServer:
         """Remembers the answer for a request sent again, unless that gets the same anyway and may be large."""
         call = session.call
         self._stop_waiting(sender, session)
-        if isinstance(call, TakeBatch | EvalResults):
+        if isinstance(call, TakeBatch | EvalResults | GetBlob):
             del self._sessions[sender]
         else:
             session.call, session.bodies, session.reply = None, (), frames

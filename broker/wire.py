@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import zmq
 
-from broker.calls import CALLS, Bodies, Call, Feed, Push, answer_type
+from broker.calls import CALLS, Bodies, Call, Feed, Push, PutBlob, answer_type
 from broker.codec import decode, encode
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
 from broker.heads import PROMPTS_PER_CALL
@@ -121,6 +121,7 @@ def read_call(head: RequestHead, frames: Sequence[bytes], *, max_bytes: int) -> 
         raise Refused(f"a request that waits for {head.wait_s} seconds")
     call, bodies = decode(frames[0], kind, max_bytes=max_bytes), frames[1:]
     expected = len(call.items) if isinstance(call, Feed) else len(call.heads) if isinstance(call, Push) else 0
+    expected += isinstance(call, PutBlob)
     if len(bodies) != expected:
         raise Refused(f"{head.call} with {len(bodies)} bodies, where {expected} were expected")
     return call, bodies

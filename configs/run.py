@@ -12,7 +12,7 @@ from generators.config import GeneratorConfig
 from learners.config import AlgorithmConfig, LearnerConfig
 from tasks.config import ModelConfig, TaskConfig
 from telemetry.config import TelemetryConfig
-from weights_sync.config import WeightsSyncConfig
+from weights_sync.config import RELAY_BUCKET_BYTES, WeightsSyncConfig
 
 _NAME = re.compile(r"\w[\w.+=,@-]*")  # of a folder of its own: no path, nothing hidden, nothing a shell reads
 
@@ -68,7 +68,13 @@ class RunConfig(StrictModel):
                 "rollout.top_p / top_k truncate the distribution; set rollout.allow_truncated_sampling to allow it"
             )
         on_cpu = [name for name in ("learner", "generator") if getattr(self, name).device == "cpu"]
-        if self.weights_sync.backend == "nccl" and on_cpu:
+        sync = self.weights_sync
+        if sync.transport == "relay" and sync.blob_bytes > self.broker.max_frame_bytes:
+            raise ValueError(
+                f"weights_sync.transport=relay sends blobs of weights_sync.bucket_bytes={sync.bucket_bytes}, at most "
+                f"{RELAY_BUCKET_BYTES}: set it to no more than broker.max_frame_bytes={self.broker.max_frame_bytes}"
+            )
+        if sync.transport == "collective" and sync.backend == "nccl" and on_cpu:
             raise ValueError(
                 f"weights_sync.backend=nccl needs {on_cpu[0]}.device=cuda; on cpu set weights_sync.backend=gloo"
             )

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from broker.config import RolloutConfig
+from broker.connect import Access
 from broker.messages import Prompt, Publication
 from generators.config import GeneratorConfig
 from generators.engine import EngineDead, Sample
@@ -38,6 +39,7 @@ class HfEngine:
     """generators.engine.Engine over transformers.
 
     ``load_model``, ``load_weights`` and ``generate_now`` work in the caller's thread and need no event loop.
+    ``broker``: for ``weights_sync.transport = relay``.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class HfEngine:
         sync: WeightsSyncConfig,
         dtype: str,
         seed: int,
+        broker: Access | None = None,
     ) -> None:
+        self._broker = broker
         self._model_path, self._rollout, self._config, self._sync = model_path, rollout, config, sync
         self._dtype, self._seed = dtype, seed
         self._stop_ids = stop_token_ids(model_path)
@@ -139,6 +143,7 @@ class HfEngine:
                 member_id=member_id,
                 on_settled=lambda attempt, error: self._settled.pop(attempt)(error),
                 check=self._check,
+                connect=self._broker,
                 device=self._config.device,
             )
         self._receiver.receive(publication)

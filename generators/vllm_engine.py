@@ -28,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from broker.config import RolloutConfig
+from broker.connect import Access
 from broker.messages import Prompt, Publication
 from generators.config import GeneratorConfig
 from generators.engine import EngineDead, NonFiniteLogits, Sample
@@ -43,7 +44,10 @@ _ENDINGS = ("stop", "length", "abort")
 
 
 class VllmEngine:
-    """generators.engine.Engine over vLLM. ``generators.vllm_env.vllm_environment`` must be applied before import."""
+    """generators.engine.Engine over vLLM. ``generators.vllm_env.vllm_environment`` must be applied before import.
+
+    ``broker``: for ``weights_sync.transport = relay``.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class VllmEngine:
         sync: WeightsSyncConfig,
         dtype: str,
         seed: int,
+        broker: Access | None = None,
     ) -> None:
+        self._broker = broker
         self._model_path, self._rollout, self._config, self._sync = model_path, rollout, config, sync
         self._dtype, self._seed = dtype, seed
         self._stop_ids = list(stop_token_ids(model_path))
@@ -108,6 +114,7 @@ class VllmEngine:
         request = {
             "publication": {**dataclasses.asdict(publication), "receivers": list(publication.receivers)},
             "config": self._sync.model_dump(),
+            "broker": None if self._broker is None else self._broker.plain(),
             "member_id": member_id,
             "directory": str(self._directory),
         }

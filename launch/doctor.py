@@ -19,7 +19,7 @@ from typing import IO
 
 from broker.address import without_password
 from broker.config import BrokerConfig
-from broker.connect import connect
+from broker.connect import Access, connect
 from broker.errors import SlipstreamError
 from broker.messages import Split
 from broker.serve import serve
@@ -219,9 +219,8 @@ def parity(patient: Patient) -> str:
     if not patient.url:  # a given broker may be in the middle of somebody's run, which ours would take over
         private = private.model_copy(update=_PRIVATE)
         patient.url = patient.cleanup.enter_context(_started(private))
-    found = measure(
-        config, str(patient.model), build_engine(config, patient.model), lambda: connect(private, patient.url)
-    )
+    access = Access(config=private, url=patient.url)
+    found = measure(config, str(patient.model), build_engine(config, patient.model, access), access)
     found.check(config.model.dtype)
     return (
         f"{config.generator.engine} and the learner's model agree over {found.tokens} tokens,"

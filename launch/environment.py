@@ -17,6 +17,7 @@ from configs.load import ConfigError, load
 from configs.run import RunConfig
 from generators.vllm_env import vllm_environment
 from launch.signals import SignalWatch
+from weights_sync.config import WeightsSyncConfig
 
 BROKER_URL = "SLIPSTREAM_BROKER_URL"  # may hold a password: never in argv, where `ps` shows it to everyone
 PARENT = "SLIPSTREAM_PARENT"  # process id of the launcher; set: die with it
@@ -86,6 +87,16 @@ def placed(config: RunConfig) -> BrokerConfig:
     data_dir = config.broker.data_dir or f"{config.run_dir}/broker"
     key_file = config.broker.key_file or f"{config.run_dir}/broker.key"
     return config.broker.model_copy(update={"namespace": namespace, "data_dir": data_dir, "key_file": key_file})
+
+
+def synced(config: RunConfig) -> WeightsSyncConfig:
+    """The settings of weight sync; with transport=disk the folder is in the run's own unless it is set, and made."""
+    settings = config.weights_sync
+    if settings.transport != "disk" or settings.dir:
+        return settings
+    folder = Path(config.run_dir, "weights").resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return settings.model_copy(update={"dir": str(folder)})
 
 
 def asking(args: argparse.Namespace, config: RunConfig) -> BrokerConfig:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from broker.connect import connect
+from broker.connect import Access
 from configs.run import RunConfig
 from generators.engine import Engine
 from launch import environment
@@ -38,14 +38,14 @@ async def _generate(config: RunConfig, url: str, member_id: str, watch: SignalWa
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     model, broker_config = model_directory(config), environment.placed(config)
-    engine = build_engine(config, model)
+    engine = build_engine(config, model, Access(config=broker_config, url=url))
 
     def leave(signum: int) -> None:
         loop.call_soon_threadsafe(stop.set)
 
     watch.act = leave
     await generate(
-        broker=lambda: connect(broker_config, url),
+        broker=Access(config=broker_config, url=url),
         engine=engine,
         score=Scorer(config.task, timeout_s=config.generator.reward_timeout_s),
         decode=decoder(load_tokenizer(model)),
@@ -72,15 +72,16 @@ def model_directory(config: RunConfig) -> Path:
     return prepare_model(config.model, Path(config.run_dir) / "model", config.seed)
 
 
-def build_engine(config: RunConfig, model: Path) -> Engine:
+def build_engine(config: RunConfig, model: Path, broker: Access) -> Engine:
     """The engine that the configuration names, not yet started."""
     return _engine_class(config.generator.engine)(
         model_path=str(model),
         rollout=config.rollout,
         config=config.generator,
-        sync=config.weights_sync,
+        sync=environment.synced(config),
         dtype=config.model.dtype,
         seed=config.seed,
+        broker=broker,
     )
 
 

@@ -140,7 +140,7 @@ def _rank(args: argparse.Namespace) -> int:
         rollout=config.rollout,
         algorithm=config.algorithm,
         config=config.learner,
-        weights_sync=config.weights_sync,
+        weights_sync=environment.synced(config),
         broker_config=broker_config,
         broker=lambda: connect(broker_config, url),
         prompts=prompts,

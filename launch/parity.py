@@ -23,6 +23,7 @@ from broker.errors import SlipstreamError
 from broker.messages import Float32Array, Frontier, Member, MemberState, Prompt, Rules, Split
 from configs.run import RunConfig
 from generators.engine import Engine, Sample
+from launch import environment
 from weights_sync.publisher import Publisher
 from weights_sync.staging import declare, persistent_buffers
 
@@ -95,7 +96,7 @@ async def _sampled(
     try:
         incarnation = await asyncio.to_thread(learner.open_run, rules=_rules(config), version=0, frontier=Frontier())
         publisher = Publisher(
-            config=config.weights_sync,
+            config=environment.synced(config),
             connect=broker,
             declaration=declare(model),
             incarnation=incarnation,

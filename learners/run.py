@@ -48,7 +48,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RootParts:
-    """What only rank 0 needs.
+    """What only rank 0 needs, but for its broker: with transport=relay every rank sends through it.
 
     Attributes:
         broker: opens a broker client; called once per thread that needs one.
@@ -119,7 +119,7 @@ def run_rank(
                 _introduce(start, policy.version, frontier, rollout=rollout, config=config)
                 conductor = _conductor(stack, root, policy, frontier, ranks=world)
             introduction = exchange.share(conductor.introduction if conductor else None)
-            sender = None if conductor else _sender(stack, weights_sync, policy, introduction, rank=rank, ranks=world)
+            sender = None if conductor else _sender(stack, root, policy, introduction, rank=rank, ranks=world)
             learn(
                 policy=policy, exchange=exchange, conductor=conductor, sender=sender, checkpoints=checkpoints,
                 config=config, rank=rank,
@@ -153,14 +153,15 @@ def _start_torch(config: LearnerConfig, *, rank: int, world: int, local_rank: in
 
 
 def _sender(
-    stack: ExitStack, config: WeightsSyncConfig, policy: Policy, introduction: bytes, *, rank: int, ranks: int
+    stack: ExitStack, parts: RootParts, policy: Policy, introduction: bytes, *, rank: int, ranks: int
 ) -> PartSender:
     """On another rank than 0, what sends its part of the weights."""
     address, incarnation = read_introduction(introduction)
     declaration = declare(policy.module, part=rank, parts=ranks)
     sender = PartSender(
-        config=config, address=address, declaration=declaration, incarnation=incarnation, device=policy.device
-    )
+        config=parts.weights_sync, address=address, declaration=declaration, incarnation=incarnation,
+        connect=parts.broker, device=policy.device,
+    )  # fmt: skip
     stack.callback(sender.close)
     return sender
 

@@ -8,12 +8,27 @@ from pydantic import Field, field_validator
 
 from broker.config import Bytes, Seconds, StrictModel
 
+RELAY_BUCKET_BYTES = 8 << 20  # a larger blob would hold up the leases and heartbeats of others
+
 
 class WeightsSyncConfig(StrictModel):
     """How policy versions travel from the learner to the generators."""
 
-    backend: Literal["gloo", "nccl"] = Field("gloo", description="of the transfer groups")
-    host: str = Field("127.0.0.1", description="address of the learner that generators can reach")
+    transport: Literal["collective", "disk", "relay"] = Field(
+        "collective",
+        description="collective: process groups; disk: files in a shared folder; relay: through the broker, for "
+        "generators that reach nothing else",
+    )
+    backend: Literal["gloo", "nccl"] = Field("gloo", description="of the transfer groups of transport=collective")
+    dir: str = Field(
+        "",
+        description="of transport=disk: a folder that all machines share, which holds up to four versions; empty: "
+        "<run folder>/weights",
+    )
+    host: str = Field(
+        "127.0.0.1",
+        description="address of the learner that its ranks and, with collective, generators can reach",
+    )
     port: int = Field(0, ge=0, le=65535, description="of the learner's store; 0: a free port")
     interface: str = Field("", description="network interface for gloo; empty: the one that routes to the learner")
     wire_dtype: Literal["float32", "bfloat16"] = Field(
@@ -35,6 +50,15 @@ class WeightsSyncConfig(StrictModel):
     verify_load: Literal["first", "always", "never"] = Field(
         "first", description="digest what the engine computes with"
     )
+
+    @property
+    def blob_bytes(self) -> int:
+        """Of one bucket in a depot: bucket_bytes, through the broker no more than RELAY_BUCKET_BYTES."""
+        return min(self.bucket_bytes, RELAY_BUCKET_BYTES) if self.transport == "relay" else self.bucket_bytes
+
+    def staging_device(self, device: str) -> str:
+        """Where versions are staged on a side whose model is on ``device``: there for nccl, else on the CPU."""
+        return device if self.transport == "collective" and self.backend == "nccl" else "cpu"
 
     @field_validator("host")
     @classmethod

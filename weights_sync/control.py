@@ -65,6 +65,7 @@ class Attempt:
     Attributes:
         members: the receivers in rank order, as they were when it began.
         others: what the other learner ranks said of their parts.
+        announced: receivers can know of it.
         over: decided; whatever its transfer thread still does counts for nothing.
     """
 
@@ -72,6 +73,7 @@ class Attempt:
     members: tuple[Member, ...]
     sent: bool = False
     error: str = ""
+    announced: bool = False
     over: bool = False
     others: tuple[str, ...] = ()
     moved_at: float = field(default_factory=time.monotonic)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import Broker
-from broker.messages import Member, MemberState
+from broker.messages import Member, MemberState, Publication
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,23 @@ class Blame:
         self.counts.pop(key(member), None)
         self.resting.pop(key(member), None)
         self.last.pop(member.member_id, None)
+
+    def book(self, publication: Publication, members: Sequence[Member], failures: Mapping[int, str]) -> None:
+        """Says how an attempt failed for each rank (the learner's is 0), and counts it for those at fault."""
+        version, guilty = publication.version, at_fault(failures)
+        for rank, member in enumerate(members, start=1):
+            if rank in failures:
+                log.warning(
+                    "version %d, attempt %d: rank %d (%s) %s",
+                    version, publication.attempt, rank, member.member_id, failures[rank],
+                )  # fmt: skip
+                if rank in guilty:
+                    self.strike(member, f"rank {rank}, version {version}: {failures[rank]}")
+            elif not failures:
+                self.clear(member)
+        if 0 in failures:
+            log.warning("version %d, attempt %d: %s", version, publication.attempt, failures[0])
+            self.last["learner"] = failures[0]
 
     def settle(self) -> None:
         """All has gone well: what went wrong for others than those still struck is not to be told as a cause later."""

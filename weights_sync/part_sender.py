@@ -1,6 +1,7 @@
 """The sending end on the learner ranks other than 0: fills slots and sends its part when rank 0 orders it.
 
 rank 0: order -> [orders thread: seal] -> [transfer thread: receivers here, group, send] -> "sent" in the store
+                                       or [transfer thread: into the depot]
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch.distributed import DistStoreError
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import STAGED, order_key, sent_key, verdict_key, wait_here
+from weights_sync.depot import Connect, open_depot
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import Group, group_name, join_store, make_group, route_to
+from weights_sync.parcel import folder_of, put_part
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
@@ -130,6 +133,7 @@ class PartSender:
     Args:
         address: of rank 0's store.
         declaration: of this rank's elements.
+        connect: opens a broker client; for ``weights_sync.transport = relay``.
     """
 
     def __init__(
@@ -139,11 +143,13 @@ class PartSender:
         address: str,
         declaration: Declaration,
         incarnation: int,
+        connect: Connect | None = None,
         device: str = "cpu",
     ) -> None:
+        self._connect = connect
         self._config, self._address, self._incarnation = config, address, incarnation
         self._part = declaration.part
-        self._device = device if config.backend == "nccl" else "cpu"
+        self._device = config.staging_device(device)
         self._slots = Slots(declaration, wire_dtype=config.wire_dtype, device=self._device, keep_fp32=config.keep_fp32)
         self._closed = threading.Event()
         self._group: tuple[int, Group] | None = None  # of an epoch
@@ -197,25 +203,38 @@ class PartSender:
             payload = self._slots.payload(
                 manifest, order.slot, base_slot=order.base_slot, base_version=order.base_version
             )
-            known = self._group[1] if self._group is not None and self._group[0] == publication.epoch else None
-            group = self._send(store, sending, payload, known)
-            self._group = None if sending.over else (publication.epoch, group)
+            if self._config.transport == "collective":
+                self._send(store, sending, payload)
+            else:
+                self._deposit(sending, payload)
             self._tell(store, sending, f"{STAGED} {payload.data.numel()} {manifest.payload_bytes}")
         except LayoutRefused as error:
             self._tell(store, sending, f"{FATAL}{error}")
         except (SyncFailed, RuntimeError, OSError, ValueError) as error:
             self._tell(store, sending, str(error))
 
-    def _send(self, store: TCPStore, sending: _Sending, payload: Payload, group: Group | None) -> Group:
+    def _deposit(self, sending: _Sending, payload: Payload) -> None:
+        publication = sending.order.publication
+        sending.moved()
+        depot = open_depot(self._config, self._connect, folder_of(publication, self._config.transport))
+        try:
+            put_part(depot, self._config, publication, payload, moved=sending.moved, over=lambda: sending.over)
+        finally:
+            depot.close()
+
+    def _send(self, store: TCPStore, sending: _Sending, payload: Payload) -> None:
         """As ``send_part``, with patience for the parts before ours, each of which keeps to its own deadlines."""
         publication = sending.order.publication
+        known = self._group[1] if self._group is not None and self._group[0] == publication.epoch else None
         while True:
             try:
-                return send_part(
+                group = send_part(
                     config=self._config, store=store, publication=publication, part=self._part, payload=payload,
-                    group=group, device=self._device, address=route_to(self._address), moved=sending.moved,
+                    group=known, device=self._device, address=route_to(self._address), moved=sending.moved,
                     over=lambda: sending.over,
                 )  # fmt: skip
+                self._group = None if sending.over else (publication.epoch, group)
+                return
             except SyncFailed:
                 waiting = sending.moved_at == float("inf")
                 if not waiting or sending.over or store.check([verdict_key(publication.attempt, 1)]):

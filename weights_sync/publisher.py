@@ -1,12 +1,14 @@
 """The sending end: from ``offer`` on the learner's thread to a version that every live generator reports in use.
 
-    offer(v) -> a slot -> [sender thread: seal, choose receivers, announce] -> [transfer thread: form group, send]
-                       -> receivers settle (store) -> members report v (broker) -> confirmed
+    offer(v) -> a slot -> [sender thread: seal, choose receivers, announce] -> [transfer thread: carrier.send]
+                       -> receivers answer -> members report v (broker) -> confirmed
     with several learner ranks this is rank 0, which orders the others (part_sender.py) to send their parts
 
+How the bytes travel is the carrier's: process groups, or a depot, where a version is announced when it is there.
+
 Three threads of ours share one condition. The member watch keeps ``_members`` fresh; the sender decides and waits;
-a transfer thread per attempt does the blocking collectives, because only leaving it behind ends them early. An
-attempt that fails in any way throws its group away and the next one forms a new epoch from whoever is alive.
+a transfer thread per attempt does what blocks, because only leaving it behind ends it early. The attempt after one
+that failed in any way goes to whoever is alive.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
 
 from broker.contract import Broker
+from broker.errors import NoOpenRun
 from broker.messages import Member, Publication
+from weights_sync.carrier import Carrier
+from weights_sync.collective import Collective
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.control import ABANDONED, SENT, STAGED, Attempt, Control
+from weights_sync.deposit import Deposit
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
-from weights_sync.groups import Group, check_reachable, host_store, join_store
+from weights_sync.groups import host_store
 from weights_sync.manifest import Manifest
-from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, at_fault, holds, key, live
-from weights_sync.part_sender import FATAL, Order, is_sent, send_part, sizes_of
+from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, holds, key, live
+from weights_sync.part_sender import FATAL, Order, is_sent, sizes_of
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
@@ -49,7 +53,7 @@ class Publisher:
         connect: opens a broker client; called once per thread that needs one.
         declaration: what the model has to send (weights_sync.staging.declare).
         incarnation: of this learner, as ``Broker.open_run`` returned it.
-        device: of the staging buffers; a GPU only with nccl.
+        device: of the model; the staging buffers are there with nccl, and else on the CPU.
 
     A failure of the publisher itself is raised by the next ``offer``, ``flush`` or ``check``.
     """
@@ -64,9 +68,9 @@ class Publisher:
         device: str = "cpu",
     ) -> None:
         self._config, self._connect, self._incarnation = config, connect, incarnation
-        self._device = device if config.backend == "nccl" else "cpu"
+        device = config.staging_device(device)
         self._parts = declaration.parts
-        self._slots = Slots(declaration, wire_dtype=config.wire_dtype, device=self._device, keep_fp32=config.keep_fp32)
+        self._slots = Slots(declaration, wire_dtype=config.wire_dtype, device=device, keep_fp32=config.keep_fp32)
         self._shelf = Shelf(sparse=config.sparse)
         self._store, self.address = host_store(config.host, config.port, config.sync_timeout_s)
         self._control = Control(self._store, parts=self._parts)
@@ -74,13 +78,17 @@ class Publisher:
         broker = connect()
         state = broker.state()
         broker.close()
+        self._carrier: Carrier = (
+            Collective(config, self.address, self._control, device=device)
+            if config.transport == "collective"
+            else Deposit(config, connect, run=state.rules.run if state.rules else "", incarnation=incarnation)
+        )
         self._members = state.members
         self._blame = Blame()
         self._failure: BaseException | None = None
         self._closed = False
         self._offered = -1
         self._whole_next = False  # an update has failed: the version is sent whole from then on
-        self._group: tuple[tuple[tuple[str, int], ...], TCPStore, Group] | None = None
         known = state.publication
         self._numbers = (known.attempt, known.epoch) if known else (0, 0)  # go on counting after a restart
         self._failed_in_a_row = 0
@@ -89,7 +97,7 @@ class Publisher:
         self._progress = time.monotonic()
         self._solitude = Solitude(config.no_generator_timeout_s)
         self.stats = PublishStats()
-        log.info("weights are offered at %s", self.address)
+        log.info("weights are offered at %s", self._carrier.address)
         self._watch = MemberWatch(connect, on_members=self._members_are, on_error=self._fail)
         self._sender = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._sender.start()
@@ -171,9 +179,12 @@ class Publisher:
             broker = self._connect()
             while (members := self._next_receivers()) is not None:
                 self._try(broker, members)
+            self._carrier.tidy(broker, ())
             broker.close()
         except BaseException as error:
             log.error("the publisher ends: %s", error)
+            if isinstance(error, NoReceiver | LayoutRefused):
+                self._carrier.tidy(broker, ())
             self._fail(error)
 
     def _next_receivers(self) -> tuple[Member, ...] | None:
@@ -227,68 +238,75 @@ class Publisher:
         members = tuple(m for m in members if self._reachable(m))
         if not members:
             return
+        self._carrier.tidy(broker, self._blame.candidates(self._members))
         update = all(map(self._has_base, members)) and not self._whole_next
         payload = self._slots.shown(self._shelf, self._incarnation, update=update)
         began = time.monotonic()
-        attempt = self._announce(broker, members, payload.manifest)
-        transfer = threading.Thread(target=self._transfer, args=(attempt, payload), name="transfer", daemon=True)
-        transfer.start()
-        failures = self._wait_sent(attempt)
-        attempt.over = bool(failures)
-        self._control.decide(attempt.publication.attempt, attempt.rank_numbers, ABANDONED if failures else SENT)
-        if self._closed:
-            transfer.join(timeout=_ANSWER_S)
+        attempt = self._begin(members, payload.manifest)
+        failures = {} if self._carrier.fetched else self._announce(broker, attempt)
         if not failures:
-            failures = self._wait_in_use(attempt)
-        else:
-            self._blame_silent(attempt, failures)
+            failures = self._send(attempt, payload)
+        if not failures and self._carrier.fetched:
+            failures = self._announce(broker, attempt)
+        if not failures:
+            failures = self._wait_in_use(attempt, self._carrier.patience_s(payload.manifest))
         self._whole_next |= bool(failures) and payload.manifest.base >= 0
         self._book(attempt, payload, failures, time.monotonic() - began)
+        self._carrier.tidy(broker, self._blame.candidates(self._members))
 
     def _reachable(self, member: Member) -> bool:
-        try:
-            check_reachable(self._config.host, member.host)
-        except (SyncFailed, OSError) as error:
+        if error := self._carrier.excuse(member):
             log.error("generator %s is left out: %s", member.member_id, error)
-            self._blame.strike(member, str(error), times=STRIKES)
-            return False
-        return True
+            self._blame.strike(member, error, times=STRIKES)
+        return not error
 
-    def _announce(self, broker: Broker, members: tuple[Member, ...], manifest: Manifest) -> Attempt:
-        keys = tuple(key(m) for m in members)
-        if self._group is not None and self._group[0] != keys:
-            self._group = None
-        number, epoch = self._numbers[0] + 1, self._numbers[1] + (self._group is None)
+    def _begin(self, members: tuple[Member, ...], manifest: Manifest) -> Attempt:
+        """Numbers an attempt and has the other learner ranks send their parts."""
+        new_epoch = self._carrier.needs_epoch(tuple(map(key, members)))
+        number, epoch = self._numbers[0] + 1, self._numbers[1] + new_epoch
         self._numbers = (number, epoch)
         publication = Publication(
             version=manifest.version,
             incarnation=self._incarnation,
             attempt=number,
             epoch=epoch,
-            store=self.address,
+            store=self._carrier.address,
             receivers=tuple(m.member_id for m in members),
             senders=self._parts,
         )
         self._control.forget(number - 2, range(1, len(members) + 1))
-        broker.publish(publication)
         self._control.order(Order.of(publication, self._shelf, base_version=manifest.base).packed())
         return Attempt(publication=publication, members=members)
 
+    def _announce(self, broker: Broker, attempt: Attempt) -> dict[int, str]:
+        """Returns the failure, if it is one that passes: a broker without its memory is told of the run by the feed."""
+        try:
+            broker.publish(attempt.publication)
+        except NoOpenRun as error:
+            return {0: str(error)}
+        attempt.announced = True
+        return {}
+
+    def _send(self, attempt: Attempt, payload: Payload) -> dict[int, str]:
+        """Sends and waits for the end of it, whatever it is."""
+        transfer = threading.Thread(target=self._transfer, args=(attempt, payload), name="transfer", daemon=True)
+        transfer.start()
+        failures = self._wait_sent(attempt)
+        attempt.over = bool(failures)
+        self._carrier.decide(attempt, ABANDONED if failures else SENT)
+        if self._closed:
+            transfer.join(timeout=_ANSWER_S)
+        if failures and not self._carrier.fetched:
+            self._blame_silent(attempt, failures)
+        return failures
+
     def _transfer(self, attempt: Attempt, payload: Payload) -> None:
-        """[transfer thread] The blocking part; ends by itself at the latest with each operation's own deadline."""
-        publication, timeout_s = attempt.publication, self._config.sync_timeout_s
-        try:  # a client of our own store for each group, since it waits in it
-            store, group = self._group[1:] if self._group else (join_store(self.address, timeout_s), None)
-            group = send_part(
-                config=self._config, store=store, publication=publication, part=0, payload=payload, group=group,
-                device=self._device, address=self._config.host, moved=attempt.moved, over=lambda: attempt.over,
-            )  # fmt: skip
-            with self._changed:
-                attempt.sent = True
-                if not attempt.over:
-                    self._group = (tuple(key(m) for m in attempt.members), store, group)
+        """[transfer thread] The blocking part."""
+        try:
+            self._carrier.send(attempt, payload)
+            attempt.sent = True
         except (SyncFailed, RuntimeError, OSError, ValueError) as error:
-            attempt.error = f"rank 0, version {publication.version}: {error}"
+            attempt.error = f"rank 0, version {attempt.publication.version}: {error}"
         with self._changed:
             self._changed.notify_all()
 
@@ -300,7 +318,7 @@ class Publisher:
                 if attempt.sent and len(others) == self._parts - 1 and all(map(is_sent, others.values())):
                     attempt.others = tuple(others.values())
                     return {}
-                if failures := self._failures(attempt):
+                if attempt.announced and (failures := self._failures(attempt)):
                     return failures
                 lost = [f"learner rank {part}: {text}" for part, text in others.items() if not is_sent(text)]
                 if fatal := [text for text in others.values() if text.startswith(FATAL)]:
@@ -312,9 +330,9 @@ class Publisher:
                     return {0: "the transfer stands still (deadline: weights_sync.sync_timeout_s)"}
                 self._changed.wait(_SLICE_S)
 
-    def _wait_in_use(self, attempt: Attempt) -> dict[int, str]:
-        """Waits until every receiver reports the version, has failed, or ``sync_timeout_s`` has passed."""
-        deadline = time.monotonic() + self._config.sync_timeout_s
+    def _wait_in_use(self, attempt: Attempt, patience_s: float) -> dict[int, str]:
+        """Waits until every receiver reports the version, has failed, or the time is over."""
+        deadline = time.monotonic() + patience_s
         version = attempt.publication.version
         with self._changed:
             while True:
@@ -328,12 +346,15 @@ class Publisher:
                 if lacking.keys() <= failures.keys():
                     return {rank: failures[rank] for rank in lacking}
                 if time.monotonic() > deadline or self._closed or self._failure is not None:
+                    for rank, member in attempt.ranks() if self._carrier.fetched else ():
+                        if rank in lacking:
+                            self._blame.rest(member, time.monotonic() + self._rest_s)
                     return lacking | failures
                 self._changed.wait(_SLICE_S)
 
     def _failures(self, attempt: Attempt) -> dict[int, str]:
         """Receivers that have settled with an error or are gone, by rank; caller holds the lock."""
-        answers = self._control.settled(attempt.publication.attempt, attempt.rank_numbers)
+        answers = self._carrier.answers(attempt, self._members)
         failures = {rank: answer for rank, answer in answers.items() if answer != STAGED}
         alive = {key(m) for m in live(self._members)}
         gone = {rank: GONE for rank, member in attempt.ranks() if key(member) not in alive}
@@ -341,12 +362,11 @@ class Publisher:
 
     def _blame_silent(self, attempt: Attempt, failures: dict[int, str]) -> None:
         """After a verdict of abandoned every living receiver answers at once; one that does not is stuck."""
-        number = attempt.publication.attempt
         deadline = time.monotonic() + min(_ANSWER_S, self._config.sync_timeout_s)
         with self._changed:
             while True:
                 alive = {key(m) for m in live(self._members)}
-                answered = self._control.settled(number, attempt.rank_numbers)
+                answered = self._carrier.answers(attempt, self._members)
                 silent = [rank for rank, member in attempt.ranks() if key(member) in alive and rank not in answered]
                 if not silent or time.monotonic() > deadline or self._closed:
                     break
@@ -357,34 +377,19 @@ class Publisher:
         failures.update(dict.fromkeys(silent, SILENT))
 
     def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
-        """Counts the attempt, blames who broke it, and throws the group away unless all went well."""
-        publication, guilty = attempt.publication, at_fault(failures)
-        for rank, member in attempt.ranks():
-            if rank in failures:
-                log.warning(
-                    "version %d, attempt %d: rank %d (%s) %s",
-                    publication.version, publication.attempt, rank, member.member_id, failures[rank],
-                )  # fmt: skip
-                if rank in guilty:
-                    self._blame.strike(member, f"rank {rank}, version {publication.version}: {failures[rank]}")
-            elif not failures:
-                self._blame.clear(member)
-        if 0 in failures:
-            log.warning("version %d, attempt %d: %s", publication.version, publication.attempt, failures[0])
-            self._blame.last["learner"] = failures[0]
+        """Counts the attempt, and blames who broke it."""
+        publication = attempt.publication
+        self._blame.book(publication, attempt.members, failures)
         with self._changed:
             if attempt.sent and len(failures) < len(attempt.members):
                 self._progress = time.monotonic()
             attempt.over = True
-            self._group = None if failures else self._group
+            self._carrier.ended(attempt, failed=bool(failures))
             self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
             self._pending(publication.version)  # before a newer version takes this one's place on the shelf
-            done = replace(self.stats, attempts=publication.attempt)
             if failures:
-                done = replace(done, failed_attempts=done.failed_attempts + 1)
+                self.stats = self.stats.failed(publication)
             else:
                 sizes = [(payload.manifest.wire_bytes, payload.manifest.payload_bytes), *map(sizes_of, attempt.others)]
-                wire, whole = (sum(part) for part in zip(*sizes, strict=True))
-                done = replace(done, version=publication.version, seconds=seconds, payload_bytes=whole, wire_bytes=wire)
-            self.stats = done
+                self.stats = self.stats.taken(publication, sizes, seconds)
             self._changed.notify_all()

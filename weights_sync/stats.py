@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from broker.messages import Publication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,3 +23,15 @@ class PublishStats:
     wire_bytes: int = 0
     attempts: int = 0
     failed_attempts: int = 0
+
+    def failed(self, publication: Publication) -> PublishStats:
+        """After an attempt that failed for anyone."""
+        return replace(self, attempts=publication.attempt, failed_attempts=self.failed_attempts + 1)
+
+    def taken(self, publication: Publication, sizes: Iterable[tuple[int, int]], seconds: float) -> PublishStats:
+        """After one that did not. ``sizes``: of each part, its bytes on the wire and whole."""
+        wire, whole = (sum(part) for part in zip(*sizes, strict=True))
+        return replace(
+            self, attempts=publication.attempt, version=publication.version, seconds=seconds, payload_bytes=whole,
+            wire_bytes=wire,
+        )  # fmt: skip

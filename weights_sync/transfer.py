@@ -66,8 +66,16 @@ def receive(
     for start, stop in bucket_spans(wire_bytes, bucket_bytes):
         group.broadcast(data[start:stop])
     sent = (publication.attempt, publication.version, publication.incarnation)
-    if (attempt, version, incarnation) != sent or (manifest.version, manifest.incarnation) != sent[1:]:
+    if (attempt, version, incarnation) != sent:
         raise SyncFailed(f"attempt, version, incarnation {(attempt, version, incarnation)} came, {sent} was announced")
+    check_announced(manifest, publication, part)
+    return manifest, data
+
+
+def check_announced(manifest: Manifest, publication: Publication, part: int) -> None:
+    """Raises SyncFailed unless the manifest is of this part of the version that was announced."""
+    came, told = (manifest.version, manifest.incarnation), (publication.version, publication.incarnation)
+    if came != told:
+        raise SyncFailed(f"version, incarnation {came} came, {told} was announced")
     if (manifest.part, manifest.parts) != (part, publication.senders):
         raise SyncFailed(f"part {manifest.part} of {manifest.parts} came, not {part} of {publication.senders}")
-    return manifest, data

@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from broker.connect import Access
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.errors import LayoutRefused, SyncFailed
@@ -69,6 +70,7 @@ class StageRequest(WeightTransferInitInfo):  # type: ignore[misc]
 
     publication: dict[str, Any]
     config: dict[str, Any]
+    broker: dict[str, Any] | None
     member_id: str
     directory: str  # of the notice socket, and of the copy that other workers of the engine read
 
@@ -107,6 +109,7 @@ class SlipstreamTransfer(WeightTransferEngine[StageRequest, LoadRequest]):  # ty
                 member_id=init_info.member_id,
                 on_settled=self._notify,
                 check=self._check,
+                connect=None if init_info.broker is None else Access.of(init_info.broker),
                 device=str(self.device),
             )
         fields = init_info.publication

@@ -12,6 +12,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 TOLD = {
     "wire": {f"whole version, {count} receivers" for count in (1, 2, 4)},
+    "transports": {
+        f"whole by {transport}, {count} receivers" for transport in ("collective", "disk", "relay") for count in (1, 2)
+    },
     "update": {f"{what}, {share} % changed" for what in ("bytes", "making it", "applying it") for share in (0.1, 1, 7)},
     "stall": {"beside a copy of its shards", "beside gather and broadcast"},
     "control": {"publication of 30 tensors", "publication of 300 tensors"},

@@ -8,13 +8,15 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
+from broker.contract import Broker
 from broker.local import LocalBroker
 from broker.messages import Frontier, Member, MemberState, Publication, Rules
 from weights_sync.config import WeightsSyncConfig
@@ -37,7 +39,7 @@ class Follower:
     ``take`` answers for one publication: the error, empty when the version is in use.
     """
 
-    def __init__(self, broker: LocalBroker, member_id: str, take: Callable[[Publication], str], *, pid: int) -> None:
+    def __init__(self, broker: Any, member_id: str, take: Callable[[Publication], str], *, pid: int) -> None:
         self._broker, self._member_id, self._take, self._pid = broker.client(), member_id, take, pid
         self.attempts: list[Publication] = []
         self._stop = threading.Event()
@@ -85,10 +87,20 @@ class Follower:
 class ThreadReceiver:
     """A Receiver in this process that keeps a copy of every version it got."""
 
-    def __init__(self, config: WeightsSyncConfig, member_id: str, check: Callable[[Manifest], None]) -> None:
+    def __init__(
+        self,
+        config: WeightsSyncConfig,
+        member_id: str,
+        check: Callable[[Manifest], None],
+        connect: Callable[[], Broker] | None = None,
+    ) -> None:
         self._settled: queue.Queue[tuple[int, str]] = queue.Queue()
         self._receiver = Receiver(
-            config=config, member_id=member_id, on_settled=lambda *end: self._settled.put(end), check=check
+            config=config,
+            member_id=member_id,
+            on_settled=lambda *end: self._settled.put(end),
+            check=check,
+            connect=connect,
         )
         self.versions: dict[int, dict[str, Tensor]] = {}
 
@@ -102,11 +114,11 @@ class ThreadReceiver:
 
 
 class ProcessReceiver:
-    """A Receiver in a process of its own, which kills itself at its ``die_at``-th broadcast (0: never)."""
+    """A Receiver in a process of its own, which kills itself at its ``die_at``-th broadcast or bucket (0: never)."""
 
-    def __init__(self, config: WeightsSyncConfig, member_id: str, die_at: int) -> None:
+    def __init__(self, config: WeightsSyncConfig, member_id: str, die_at: int, broker: Sequence[str] = ()) -> None:
         script = Path(__file__).with_name("receiver_process.py")
-        command = [sys.executable, str(script), config.model_dump_json(), member_id, str(die_at)]
+        command = [sys.executable, str(script), config.model_dump_json(), member_id, str(die_at), *broker]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -126,6 +138,12 @@ class ProcessReceiver:
         return str(json.loads(line)["error"])
 
 
+@pytest.fixture(params=["collective", "disk", "relay"])
+def sync(request: pytest.FixtureRequest, tmp_path: Path) -> WeightsSyncConfig:
+    """Settings for each transport, for what does not depend on it."""
+    return WeightsSyncConfig(transport=request.param, dir=str(tmp_path), sync_timeout_s=10.0, bucket_bytes=4096)
+
+
 @pytest.fixture
 def run() -> Iterator[LocalBroker]:
     """A broker with an open run at incarnation 0."""
@@ -143,7 +161,7 @@ def follow(run: LocalBroker) -> Iterator[Callable[..., tuple[Follower, ThreadRec
     def start(
         member_id: str, config: WeightsSyncConfig, check: Callable[[Manifest], None] = lambda manifest: None
     ) -> tuple[Follower, ThreadReceiver]:
-        receiver = ThreadReceiver(config, member_id, check)
+        receiver = ThreadReceiver(config, member_id, check, run.client)
         followers.append(Follower(run, member_id, receiver.take, pid=os.getpid()))
         return followers[-1], receiver
 

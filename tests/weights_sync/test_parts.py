@@ -11,22 +11,23 @@ from torch import Tensor, nn
 
 from broker.local import LocalBroker
 from weights_sync.config import WeightsSyncConfig
+from weights_sync.disk import Disk
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import Group
 from weights_sync.manifest import Manifest, check_parts, plan
 from weights_sync.members import live
 from weights_sync.part_sender import PartSender
 from weights_sync.publisher import Publisher
+from weights_sync.relay import Relay
 from weights_sync.staging import declare, shard_of
 
-CONFIG = WeightsSyncConfig(sync_timeout_s=10.0, bucket_bytes=1024)
 RANKS = 3
 
 
 class Learner:
     """Three ranks of a learner in one process, which all have the model and send a third each."""
 
-    def __init__(self, run: LocalBroker, model: nn.Module, config: WeightsSyncConfig = CONFIG) -> None:
+    def __init__(self, run: LocalBroker, model: nn.Module, config: WeightsSyncConfig) -> None:
         self.model = model
         self.publisher = Publisher(
             config=config, connect=run.client, declaration=declare(model, parts=RANKS), incarnation=0
@@ -37,6 +38,7 @@ class Learner:
                 address=self.publisher.address,
                 declaration=declare(model, part=part, parts=RANKS),
                 incarnation=0,
+                connect=run.client,
             )
             for part in range(1, RANKS)
         ]
@@ -78,8 +80,8 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def learner(run: LocalBroker, model: nn.Module) -> Iterator[Learner]:
-    learner = Learner(run, model)
+def learner(run: LocalBroker, model: nn.Module, sync: WeightsSyncConfig) -> Iterator[Learner]:
+    learner = Learner(run, model, sync)
     yield learner
     learner.close()
 
@@ -95,8 +97,8 @@ def assert_equal(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_the_parts_of_all_ranks_are_one_version_whole_and_as_updates(learner: Learner, model, follow) -> None:
-    (one, first), (_, second) = follow("g1", CONFIG), follow("g2", CONFIG)
+def test_the_parts_of_all_ranks_are_one_version_whole_and_as_updates(learner: Learner, model, follow, sync) -> None:
+    (one, first), (_, second) = follow("g1", sync), follow("g2", sync)
     learner.await_members(2)
     sent = []
     for version in range(4):
@@ -112,11 +114,12 @@ def test_the_parts_of_all_ranks_are_one_version_whole_and_as_updates(learner: Le
     assert one.attempts[-1].senders == RANKS
 
 
+@pytest.mark.parametrize("sync", ["collective", "disk"], indirect=True)
 def test_a_receiver_killed_in_the_part_of_another_rank_does_not_keep_the_other_from_the_version(
-    learner: Learner, model, follow, spawn
+    learner: Learner, model, follow, spawn, sync
 ) -> None:
-    _, kept = follow("g1", CONFIG)
-    spawn("g2", CONFIG, die_at=6)  # three or more broadcasts a part: in the second one
+    _, kept = follow("g1", sync)
+    spawn("g2", sync, die_at=4 if sync.transport == "collective" else 2)  # in the second part
     wanted = learner.offer(0)
     done = threading.Event()
     with learner.publisher._changed:
@@ -124,10 +127,20 @@ def test_a_receiver_killed_in_the_part_of_another_rank_does_not_keep_the_other_f
     assert_equal(kept.versions[0], wanted)
 
 
+def breaking_put(put: Callable[..., None], failed: threading.Event) -> Callable[..., None]:
+    def breaking(depot: object, name: str, data: object) -> None:
+        if name.endswith("/2.0") and not failed.is_set():
+            failed.set()
+            raise SyncFailed("the cable is out")
+        put(depot, name, data)
+
+    return breaking
+
+
 def test_what_another_rank_cannot_send_is_told_by_its_rank_and_sent_again(
-    learner: Learner, model, follow, monkeypatch
+    learner: Learner, model, follow, sync, monkeypatch
 ) -> None:
-    _, receiver = follow("g1", CONFIG)
+    _, receiver = follow("g1", sync)
     broadcast, failed = Group.broadcast, threading.Event()
 
     def breaking(group: Group, tensor: Tensor) -> None:
@@ -139,6 +152,8 @@ def test_what_another_rank_cannot_send_is_told_by_its_rank_and_sent_again(
         broadcast(group, tensor)
 
     monkeypatch.setattr(Group, "broadcast", breaking)
+    for kind in (Disk, Relay):
+        monkeypatch.setattr(kind, "put", breaking_put(kind.put, failed))
     learner.await_members(1)
     wanted = learner.offer(0)
     learner.publisher.flush(30)
@@ -146,8 +161,10 @@ def test_what_another_rank_cannot_send_is_told_by_its_rank_and_sent_again(
     assert failed.is_set() and learner.publisher.stats.failed_attempts >= 1
 
 
-def test_a_nan_in_the_part_of_another_rank_ends_the_publisher_with_its_name(learner: Learner, model, follow) -> None:
-    _, receiver = follow("g1", CONFIG)
+def test_a_nan_in_the_part_of_another_rank_ends_the_publisher_with_its_name(
+    learner: Learner, model, follow, sync
+) -> None:
+    _, receiver = follow("g1", sync)
     with torch.no_grad():
         model[0].weight[15, 15] = float("nan")
     learner.await_members(1)

@@ -15,7 +15,8 @@ from weights_sync.manifest import Manifest
 from weights_sync.publisher import Publisher
 from weights_sync.staging import declare
 
-CONFIG = WeightsSyncConfig(sync_timeout_s=10.0, bucket_bytes=4096)
+DIE_AT = {"collective": 4, "disk": 2}  # at the second bucket
+over_groups = pytest.mark.parametrize("sync", ["collective"], indirect=True)  # what no transport has a part in
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def model() -> nn.Module:
 def publish(run: LocalBroker) -> Iterator[Callable[..., Publisher]]:
     started: list[Publisher] = []
 
-    def start(model: nn.Module, config: WeightsSyncConfig = CONFIG) -> Publisher:
+    def start(model: nn.Module, config: WeightsSyncConfig) -> Publisher:
         started.append(Publisher(config=config, connect=run.client, declaration=declare(model), incarnation=0))
         return started[-1]
 
@@ -50,9 +51,9 @@ def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_every_version_reaches_every_generator_over_one_group(model, publish, follow) -> None:
-    (one, first), (_, second) = follow("g1", CONFIG), follow("g2", CONFIG)
-    publisher = publish(model)
+def test_every_version_reaches_every_generator_over_one_group(model, publish, follow, sync) -> None:
+    (one, first), (_, second) = follow("g1", sync), follow("g2", sync)
+    publisher = publish(model, sync)
     for version in range(3):
         wanted = step(model)
         publisher.offer(version, model.named_parameters())
@@ -72,9 +73,11 @@ def nudge(model: nn.Module, count: int = 5) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_what_has_changed_is_all_that_is_sent_to_those_who_hold_the_version_before(model, publish, follow) -> None:
-    (_, first), (_, second) = follow("g1", CONFIG), follow("g2", CONFIG)
-    publisher = publish(model)
+def test_what_has_changed_is_all_that_is_sent_to_those_who_hold_the_version_before(
+    model, publish, follow, sync
+) -> None:
+    (_, first), (_, second) = follow("g1", sync), follow("g2", sync)
+    publisher = publish(model, sync)
     sent = []
     for version in range(4):
         wanted = nudge(model)
@@ -88,14 +91,14 @@ def test_what_has_changed_is_all_that_is_sent_to_those_who_hold_the_version_befo
     assert publisher.stats.failed_attempts == 0
 
 
-def test_a_newcomer_gets_the_version_whole_and_then_updates_like_the_others(model, publish, follow) -> None:
-    _, first = follow("g1", CONFIG)
-    publisher = publish(model)
+def test_a_newcomer_gets_the_version_whole_and_then_updates_like_the_others(model, publish, follow, sync) -> None:
+    _, first = follow("g1", sync)
+    publisher = publish(model, sync)
     for version in range(2):
         nudge(model)
         publisher.offer(version, model.named_parameters())
         publisher.flush(20)
-    _, second = follow("g2", CONFIG)
+    _, second = follow("g2", sync)
     with publisher._changed:
         assert publisher._changed.wait_for(lambda: 1 in second.versions, timeout=20)
     assert publisher.stats.failed_attempts == 0
@@ -110,9 +113,9 @@ def test_a_newcomer_gets_the_version_whole_and_then_updates_like_the_others(mode
     assert publisher.stats.failed_attempts == 0
 
 
-def test_one_who_lost_its_base_gets_the_version_whole_at_the_second_attempt(model, publish, follow) -> None:
-    _, receiver = follow("g1", CONFIG)
-    publisher = publish(model)
+def test_one_who_lost_its_base_gets_the_version_whole_at_the_second_attempt(model, publish, follow, sync) -> None:
+    _, receiver = follow("g1", sync)
+    publisher = publish(model, sync)
     nudge(model)
     publisher.offer(0, model.named_parameters())
     publisher.flush(20)
@@ -128,9 +131,9 @@ def test_one_who_lost_its_base_gets_the_version_whole_at_the_second_attempt(mode
     assert (publisher.stats.failed_attempts, publisher.stats.wire_bytes) == (1, 150)
 
 
-def test_a_version_with_a_nan_ends_the_publisher_and_the_one_before_stays(model, publish, follow) -> None:
-    _, receiver = follow("g1", CONFIG)
-    publisher = publish(model)
+def test_a_version_with_a_nan_ends_the_publisher_and_the_one_before_stays(model, publish, follow, sync) -> None:
+    _, receiver = follow("g1", sync)
+    publisher = publish(model, sync)
     publisher.offer(0, model.named_parameters())
     publisher.flush(20)
     with torch.no_grad():
@@ -141,13 +144,13 @@ def test_a_version_with_a_nan_ends_the_publisher_and_the_one_before_stays(model,
     assert list(receiver.versions) == [0]
 
 
-def test_c60_a_late_joiner_gets_the_current_version_whole_and_alone(model, publish, follow) -> None:
-    early, _ = follow("g1", CONFIG)
-    publisher = publish(model)
+def test_c60_a_late_joiner_gets_the_current_version_whole_and_alone(model, publish, follow, sync) -> None:
+    early, _ = follow("g1", sync)
+    publisher = publish(model, sync)
     wanted = step(model)
     publisher.offer(4, model.named_parameters())
     publisher.flush(20)
-    late, receiver = follow("g2", CONFIG)
+    late, receiver = follow("g2", sync)
     with publisher._changed:
         assert publisher._changed.wait_for(lambda: 4 in receiver.versions, timeout=20)
     assert_equal(receiver.versions[4], wanted)
@@ -157,16 +160,16 @@ def test_c60_a_late_joiner_gets_the_current_version_whole_and_alone(model, publi
     assert set(early.attempts[-1].receivers) == {"g1", "g2"}
 
 
-def test_a_generator_that_is_replaced_under_its_old_name_gets_the_version_at_once(model, publish, run) -> None:
-    publisher = publish(model)
+def test_a_generator_that_is_replaced_under_its_old_name_gets_the_version_at_once(model, publish, run, sync) -> None:
+    publisher = publish(model, sync)
     wanted = step(model)
     publisher.offer(0, model.named_parameters())
     for pid in (1001, 1002):  # the second process first reads the announcement to the first
-        receiver = ThreadReceiver(CONFIG, "g1", lambda manifest: None)
+        receiver = ThreadReceiver(sync, "g1", lambda manifest: None, run.client)
         follower = Follower(run, "g1", receiver.take, pid=pid)
         with publisher._changed:
             in_use = lambda: any(m.pid == pid and m.policy_version == 0 for m in publisher._members)  # noqa: B023, E731
-            assert publisher._changed.wait_for(in_use, timeout=CONFIG.sync_timeout_s / 2)
+            assert publisher._changed.wait_for(in_use, timeout=sync.sync_timeout_s / 2)
         assert_equal(receiver.versions[0], wanted)
         follower.stop()
     follower.leave()
@@ -195,16 +198,18 @@ def test_c116_three_hundred_tensors_take_one_announcement_and_three_broadcasts(
     assert len(sent) == 3  # header, manifest, payload
 
 
-def test_c9_a_version_that_one_receiver_refused_is_not_published_until_a_whole_resend(model, publish, follow) -> None:
+def test_c9_a_version_that_one_receiver_refused_is_not_published_until_a_whole_resend(
+    model, publish, follow, sync
+) -> None:
     refusals = iter(["version 1 does not fit"])
 
     def refuse_once(manifest: Manifest) -> None:
         if manifest.version == 1 and (reason := next(refusals, "")):
             raise LayoutRefused(reason)
 
-    follow("g1", CONFIG)
-    follower, receiver = follow("g2", CONFIG, refuse_once)
-    publisher = publish(model)
+    follow("g1", sync)
+    follower, receiver = follow("g2", sync, refuse_once)
+    publisher = publish(model, sync)
     publisher.offer(0, model.named_parameters())
     publisher.flush(20)
     wanted = step(model)
@@ -215,9 +220,10 @@ def test_c9_a_version_that_one_receiver_refused_is_not_published_until_a_whole_r
     assert [publication.version for publication in follower.attempts] == [0, 1, 1]
 
 
-def test_c4_a_shard_is_refused_at_the_offer_and_nothing_is_sent(model, publish, follow) -> None:
-    _, receiver = follow("g1", CONFIG)
-    publisher = publish(model)
+@over_groups
+def test_c4_a_shard_is_refused_at_the_offer_and_nothing_is_sent(model, publish, follow, sync) -> None:
+    _, receiver = follow("g1", sync)
+    publisher = publish(model, sync)
     publisher.offer(0, model.named_parameters())
     publisher.flush(20)
     parts = [(name, torch.empty(0) if name == "5.bias" else p) for name, p in model.named_parameters()]
@@ -227,11 +233,11 @@ def test_c4_a_shard_is_refused_at_the_offer_and_nothing_is_sent(model, publish, 
     assert publisher.stats.version == 0 and set(receiver.versions) == {0}
 
 
-def test_c1_no_generator_for_too_long_ends_the_publisher_with_the_last_error(model, publish, follow) -> None:
+def test_c1_no_generator_for_too_long_ends_the_publisher_with_the_last_error(model, publish, follow, sync) -> None:
     def refuse(manifest: Manifest) -> None:
         raise LayoutRefused("names do not fit")
 
-    config = CONFIG.model_copy(update={"no_generator_timeout_s": 1.0})
+    config = sync.model_copy(update={"no_generator_timeout_s": 1.0})
     follow("g1", config, refuse)
     publisher = publish(model, config)
     publisher.offer(3, model.named_parameters())
@@ -250,19 +256,20 @@ def uses(publisher: Publisher, member_id: str, version: int) -> bool:
         )
 
 
+@over_groups
 def test_c1_without_a_generator_the_learner_says_that_it_waits_and_goes_on_when_one_comes(
-    model, publish, follow, caplog
+    model, publish, follow, caplog, sync
 ) -> None:
     caplog.set_level("INFO", logger="weights_sync")
-    first, _ = follow("g1", CONFIG)
-    publisher = publish(model)
+    first, _ = follow("g1", sync)
+    publisher = publish(model, sync)
     publisher.offer(0, model.named_parameters())
     publisher.flush(20)
     first.leave()
     publisher.offer(1, model.named_parameters())
     with publisher._changed:
         assert publisher._changed.wait_for(lambda: "no_generator_timeout_s = 300" in caplog.text, timeout=20)
-    _, receiver = follow("g2", CONFIG)
+    _, receiver = follow("g2", sync)
     assert uses(publisher, "g2", 1) and 1 in receiver.versions
     said = [one.getMessage() for one in caplog.records if "waits" in one.getMessage() and one.levelname == "WARNING"]
     (line,) = said  # of the version that it had when it saw that g1 was gone
@@ -271,8 +278,8 @@ def test_c1_without_a_generator_the_learner_says_that_it_waits_and_goes_on_when_
     )
 
 
-def test_a_generator_that_stands_still_holds_up_the_others_only_once(model, publish, follow, run) -> None:
-    config = CONFIG.model_copy(update={"sync_timeout_s": 1.0})
+def test_a_generator_that_stands_still_holds_up_the_others_only_once(model, publish, follow, run, sync) -> None:
+    config = sync.model_copy(update={"sync_timeout_s": 1.0})
     follow("g1", config)
     Follower(run, "g2", lambda publication: "", pid=1).stop()  # a member until broker.member_timeout_s, and silent
     publisher = publish(model, config)
@@ -283,20 +290,22 @@ def test_a_generator_that_stands_still_holds_up_the_others_only_once(model, publ
     assert publisher.stats.failed_attempts <= 1
 
 
-def test_flush_names_who_does_not_use_the_version(model, publish, follow) -> None:
+@over_groups
+def test_flush_names_who_does_not_use_the_version(model, publish, follow, sync) -> None:
     def hang(manifest: Manifest) -> None:
         raise LayoutRefused("never")
 
-    follow("g1", CONFIG, hang)
-    publisher = publish(model)
+    follow("g1", sync, hang)
+    publisher = publish(model, sync)
     publisher.offer(0, model.named_parameters())
     with pytest.raises(SyncFailed, match=r"version 0 is not in use after 0\.05 s at g1"):
         publisher.flush(0.05)
 
 
-def test_offers_never_wait_for_the_network(model, publish, follow) -> None:
-    follow("g1", CONFIG)
-    publisher = publish(model)
+@over_groups
+def test_offers_never_wait_for_the_network(model, publish, follow, sync) -> None:
+    follow("g1", sync)
+    publisher = publish(model, sync)
     longest = 0.0
     for version in range(50):
         began = time.perf_counter()
@@ -308,10 +317,13 @@ def test_offers_never_wait_for_the_network(model, publish, follow) -> None:
     assert longest < 1.0
 
 
-def test_c1_a_generator_killed_in_mid_broadcast_does_not_keep_the_other_from_the_version(model, publish, spawn) -> None:
-    config = CONFIG.model_copy(update={"sync_timeout_s": 3.0})
+@pytest.mark.parametrize("sync", ["collective", "disk"], indirect=True)
+def test_c1_a_generator_killed_in_mid_transfer_does_not_keep_the_other_from_the_version(
+    model, publish, spawn, sync
+) -> None:
+    config = sync.model_copy(update={"sync_timeout_s": 3.0})
     spawn("g1", config)
-    doomed = spawn("g2", config, die_at=4)  # header, manifest, one bucket, then SIGKILL
+    doomed = spawn("g2", config, die_at=DIE_AT[sync.transport])
     publisher = publish(model, config)
     step(model)
     began = time.monotonic()
@@ -328,10 +340,11 @@ def test_c1_a_generator_killed_in_mid_broadcast_does_not_keep_the_other_from_the
     assert time.monotonic() - killed < 2 * config.sync_timeout_s + 4
 
 
-def test_c1_when_every_generator_is_killed_the_error_names_rank_and_version(model, publish, spawn) -> None:
-    config = CONFIG.model_copy(update={"sync_timeout_s": 1.0, "no_generator_timeout_s": 4.0})
-    spawn("g1", config, die_at=4)
-    spawn("g2", config, die_at=4)
+@pytest.mark.parametrize("sync", ["collective", "disk"], indirect=True)
+def test_c1_when_every_generator_is_killed_the_error_names_rank_and_version(model, publish, spawn, sync) -> None:
+    config = sync.model_copy(update={"sync_timeout_s": 1.0, "no_generator_timeout_s": 4.0})
+    spawn("g1", config, die_at=DIE_AT[sync.transport])
+    spawn("g2", config, die_at=DIE_AT[sync.transport])
     publisher = publish(model, config)
     publisher.offer(7, model.named_parameters())
     with publisher._changed:
