@@ -15,9 +15,10 @@ from broker.codec import decode, encode
 from broker.config import BrokerConfig
 from broker.contract import PushOutcome
 from broker.errors import BrokerClosed, BufferFull, Refused
-from broker.heads import GROUPS_PER_CALL, PROMPTS_PER_CALL, GroupHead, refuse_misnamed, round_version
+from broker.heads import GroupHead, refuse_misnamed, round_version
 from broker.messages import Batch, DeadItem, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
 from broker.reasons import short
+from broker.rules import GROUPS_PER_CALL, PROMPTS_PER_CALL
 from broker.wellformed import refuse_malformed
 
 log = logging.getLogger(__name__)

@@ -77,7 +77,7 @@ class Broker(Protocol):
     ) -> tuple[Lease, ...]:
         """Leases up to ``max_prompts`` prompts to a generator that holds ``policy_version`` of ``incarnation``.
 
-        No call leases more than broker.heads.PROMPTS_PER_CALL.
+        No call leases more than broker.rules.PROMPTS_PER_CALL.
         Admission (broker/rules.py). Evaluation prompts go first and need the learner's own version.
         Empty after ``wait_s``. Raises RunFinished.
         """

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from broker.errors import Refused
 from broker.messages import EndedItem, Group, Prompt, Split
 
-PROMPTS_PER_CALL, GROUPS_PER_CALL = 256, 16  # keep the time small that one call makes the others wait
-
 _TRAIN_ITEM = re.compile(r"0|[1-9]\d{0,14}", re.ASCII)
 _EVAL_ITEM = re.compile(r"eval(\d{1,15})\.(\d{1,15})", re.ASCII)
 _EVAL = "eval"

@@ -17,15 +17,7 @@ from broker.blobs import Blobs
 from broker.contract import PushOutcome
 from broker.errors import NoOpenRun, Refused, RunFinished
 from broker.evaluation import EvaluationRound
-from broker.heads import (
-    PROMPTS_PER_CALL,
-    BatchHead,
-    GroupHead,
-    LeaseHead,
-    is_eval,
-    refuse_misfit,
-    refuse_misnamed_items,
-)
+from broker.heads import BatchHead, GroupHead, LeaseHead, is_eval, refuse_misfit, refuse_misnamed_items
 from broker.items import Held, TrainingItems
 from broker.messages import Counts, DeadItem, Frontier, Member, MemberState, Publication, Rules, RunState
 from broker.pool import Pool
@@ -188,7 +180,7 @@ class Ledger:
         if leases:
             return tuple(leases)
         while (
-            len(leases) < min(max_prompts, PROMPTS_PER_CALL)
+            len(leases) < min(max_prompts, staleness.PROMPTS_PER_CALL)
             and (pool := self._pool_for(policy_version, self.rules)) is not None
         ):
             self.serial += 1

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+PROMPTS_PER_CALL, GROUPS_PER_CALL = 256, 16  # keep the time small that one call makes the others wait
+
 
 def next_training_version(version: int, batches_out: int) -> int:
     """The version at which the next assembled batch will be trained: each batch out moves the learner one on."""

@@ -17,7 +17,7 @@ import zmq
 from broker.calls import CALLS, Bodies, Call, Feed, Push, PutBlob, answer_type
 from broker.codec import decode, encode
 from broker.errors import BrokerError, NoOpenRun, Refused, RunFinished
-from broker.heads import PROMPTS_PER_CALL
+from broker.rules import PROMPTS_PER_CALL
 
 OK, WAITING, UNKNOWN = "ok", "waiting", "unknown"
 PROBE = "?"  # in the place of a call: asks what has become of the request of this number, whose frames were sent

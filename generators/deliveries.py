@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from broker.contract import PushOutcome
 from broker.errors import Refused
-from broker.heads import GROUPS_PER_CALL
 from broker.messages import Group
+from broker.rules import GROUPS_PER_CALL
 from generators.broker_thread import BrokerThread
 
 
