@@ -53,14 +53,11 @@ class Caller(ABC):
             raise BrokerClosed("this client of the broker is closed")
         return self._exchange(call, bodies, wait_s)
 
-    def _sendable(self, messages: Sequence[Prompt] | Sequence[Group]) -> list[bytes]:
-        """The bodies of prompts or groups. Raises Refused if one is too large, before any of them is sent."""
-        bodies = [encode(one) for one in messages]
-        largest = max(map(len, bodies), default=0)
-        if largest > self._config.max_frame_bytes:
-            name = type(messages[0]).__name__
-            limit = self._config.max_frame_bytes
-            raise Refused(f"a {name} of {largest} bytes is over broker.max_frame_bytes = {limit}")
+    def _sendable(self, kind: str, bodies: list[bytes]) -> list[bytes]:
+        """The bodies as they are. Raises Refused if one is too large, before any of them is sent."""
+        largest, limit = max(map(len, bodies), default=0), self._config.max_frame_bytes
+        if largest > limit:
+            raise Refused(f"a {kind} of {largest} bytes is over broker.max_frame_bytes = {limit}")
         return bodies
 
     # -- the learner -------------------------------------------------------------------------------------------
@@ -74,7 +71,7 @@ class Caller(ABC):
     def feed(self, prompts: Sequence[Prompt]) -> int:
         """See broker.contract.Broker."""
         refuse_misnamed(prompts)
-        items, bodies = tuple(one.item for one in prompts), self._sendable(prompts)
+        items, bodies = tuple(one.item for one in prompts), self._sendable("prompt", [encode(one) for one in prompts])
         return sum(
             self._call(calls.Feed(items=items[part]), bodies=bodies[part])
             for part in self._parts(bodies, PROMPTS_PER_CALL)
@@ -167,7 +164,10 @@ class Caller(ABC):
         """See broker.contract.Broker. Raises Refused for groups whose parts have not grown together."""
         for group in groups:
             refuse_malformed(group)
-        heads, bodies = [GroupHead.of(group) for group in groups], self._sendable(groups)
+        heads, bodies = (
+            [GroupHead.of(group) for group in groups],
+            self._sendable("group", [encode(group) for group in groups]),
+        )
         outcomes: list[PushOutcome] = []
         for part in self._parts(bodies, GROUPS_PER_CALL):
             try:
@@ -232,7 +232,9 @@ class Caller(ABC):
     # -- weights on their way ----------------------------------------------------------------------------------
     def put_blob(self, name: str, data: bytes) -> None:
         """See broker.contract.Broker."""
-        self._call(calls.PutBlob(name=name, max_bytes=self._config.max_blob_bytes), bodies=(data,))
+        self._call(
+            calls.PutBlob(name=name, max_bytes=self._config.max_blob_bytes), bodies=self._sendable("blob", [data])
+        )
 
     def get_blob(self, name: str) -> bytes | None:
         """See broker.contract.Broker."""

@@ -144,7 +144,7 @@ def test_of_groups_one_of_which_is_too_large_none_is_sent(running_zmq: Any, make
         broker.feed(make.prompts(range(20)))
         leases = lease(broker, 20)
         groups = [make.group(one) for one in leases[:19]] + [make.group(leases[19], ((0, 100_000),))]
-        with pytest.raises(Refused, match=r"a Group of \d+ bytes is over broker\.max_frame_bytes = 65536"):
+        with pytest.raises(Refused, match=r"a group of \d+ bytes is over broker\.max_frame_bytes = 65536"):
             broker.push_all(groups)
         assert broker.state().counts.leased == 20
         broker.close()
