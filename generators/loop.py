@@ -55,13 +55,15 @@ async def generate(
     group_timeout_s: float,
     member_id: str,
     stop: asyncio.Event,
-    eval_grace_s: float = 10.0,
+    drain: bool = False,
+    grace_s: float = 10.0,
 ) -> None:
     """Serves until the run finishes or ``stop`` is set; either is a clean return.
 
     Args:
         broker: opens a client for one thread; called for a few of them.
-        eval_grace_s: how long evaluation answers under way may hold up a swap; below ``weights_sync.sync_timeout_s``.
+        drain: a swap waits for all answers under way, and not only for evaluation's (``weights_sync.on_update``).
+        grace_s: how long they may hold it up; those not done then are given back (``weights_sync.drain_timeout_s``).
 
     Raises what makes this generator useless: EngineDead, NonFiniteLogits, MemoryError, RewardsStuck, TooManyFailures,
     BrokerUnreachable. It has left the run by then: its leases are back and its last report says why.
@@ -81,7 +83,8 @@ async def generate(
         config=config,
         broker_config=broker_config,
         member_id=member_id,
-        eval_grace_s=eval_grace_s,
+        drain=drain,
+        grace_s=grace_s,
     )
     error = ""
     try:
@@ -107,10 +110,11 @@ class _Generator:
         config: GeneratorConfig,
         broker_config: BrokerConfig,
         member_id: str,
-        eval_grace_s: float,
+        drain: bool,
+        grace_s: float,
     ) -> None:
         self._engine, self._rollout, self._config, self._broker_config = engine, rollout, config, broker_config
-        self._member_id, self._eval_grace_s = member_id, eval_grace_s
+        self._member_id, self._drain, self._grace_s = member_id, drain, grace_s
         self._reports, self._publications, deliveries = (
             BrokerThread(broker, f"broker-{name}") for name in ("reports", "publications", "deliveries")
         )
@@ -125,6 +129,7 @@ class _Generator:
         self._life = uuid.uuid4().hex
         self._run_seen_open = False
         self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._sampling: set[str] = set()  # leases in _groups that the engine has not answered yet
         self._polling: set[tuple[int, int]] = set()
         self._pollers: list[asyncio.Task[None]] = []
         self._failed_in_a_row = 0
@@ -249,29 +254,32 @@ class _Generator:
 
     async def _take(self, publication: Publication) -> None:
         """Stages and swaps; after a failure the old version goes on serving and the error is reported."""
+        before = self._state
         try:
             await self._engine.stage(publication, member_id=self._member_id)
-            await self._end_evaluation()
+            if self._drain:
+                self._become(MemberState.SYNCING)  # no new request from here to the swap
+            await self._end_of_one_version()
             await self._engine.swap(publication)
         except SyncFailed as error:
             log.warning("version %d, attempt %d: %s", publication.version, publication.attempt, error)
             self._error = f"{type(error).__name__}: {error}"
-            self._wake()
+            self._become(before)
             return
         self._incarnation, self._error = publication.incarnation, ""
         self._become(MemberState.SERVING)
         log.info("policy version %d of incarnation %d is in use", publication.version, publication.incarnation)
 
-    async def _end_evaluation(self) -> None:
-        """Lets evaluation answers under way end, because each is to have one version; late ones are given back."""
+    async def _end_of_one_version(self) -> None:
+        """Lets answers under way end that are to have one version, up to ``grace_s``; late ones are given back."""
         try:
-            async with asyncio.timeout(self._eval_grace_s):
-                await self._until(lambda: not self._evaluating())
+            async with asyncio.timeout(self._grace_s):
+                await self._until(lambda: not self._of_one_version())
         except TimeoutError:
-            await self._abandon(self._evaluating())
+            await self._abandon(self._of_one_version())
 
-    def _evaluating(self) -> list[str]:
-        return [name for name, (lease, _) in self._groups.items() if lease.prompt.split is Split.EVAL]
+    def _of_one_version(self) -> list[str]:
+        return [name for name in self._sampling if self._drain or self._groups[name][0].prompt.split is Split.EVAL]
 
     # -- leases ------------------------------------------------------------------------------------------------
     def _free(self) -> int:
@@ -313,16 +321,21 @@ class _Generator:
         if self._state is MemberState.SERVING and lease.incarnation == self._incarnation and whole and self._free() > 0:
             task = asyncio.create_task(self._group(lease, terms[0]))
             self._groups[lease.lease_id] = (lease, task)
+            self._sampling.add(lease.lease_id)
             task.add_done_callback(lambda done: self._ended(lease, done))
         else:
             await self._release(lease, "")
 
     def _ended(self, lease: Lease, task: asyncio.Task[None]) -> None:
         self._groups.pop(lease.lease_id, None)
-        self._wake()
+        self._sampled(lease.lease_id)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._fatal.done() and not self._leaving:
             self._fatal.set_exception(error)
+
+    def _sampled(self, lease_id: str) -> None:
+        self._sampling.discard(lease_id)
+        self._wake()
 
     async def _release(self, lease: Lease, error: str) -> None:
         await self._deliveries.release(lease_id=lease.lease_id, error=error)
@@ -339,7 +352,7 @@ class _Generator:
     async def _group(self, lease: Lease, version: int) -> None:
         """From lease to pushed group. A group that fails gives its lease back; the others go on."""
         try:
-            group = await self._rollout.answer(lease)
+            group = await self._rollout.answer(lease, on_sampled=lambda: self._sampled(lease.lease_id))
         except FATAL:
             raise
         except Exception as error:  # one rollout fails and is counted

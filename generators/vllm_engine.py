@@ -131,9 +131,9 @@ class VllmEngine:
         verify = self._sync.verify_load == "always" or (self._sync.verify_load == "first" and first)
         core = self._engine.engine_core  # pause_generation does the same and then sleeps for 20 ms
         load = {"attempt": publication.attempt, "verify": verify}
-        recompute = self._sync.on_update == "recompute"
+        anew = self._sync.on_update != "keep"  # with drain nothing runs, and the blocks of the old version are free
         try:
-            await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+            await core.pause_scheduler_async(mode="keep", clear_cache=anew)
             await self._engine.start_weight_update()
             await self._engine.update_weights(WeightTransferUpdateRequest(update_info=load))
             await self._engine.finish_weight_update(weight_version=str(publication.version))

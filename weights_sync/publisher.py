@@ -313,14 +313,14 @@ class Publisher:
                 self._changed.wait(_SLICE_S)
 
     def _wait_in_use(self, attempt: Attempt) -> dict[int, str]:
-        """Waits until every receiver reports the version, has failed, or ``sync_timeout_s`` has passed."""
-        deadline = time.monotonic() + self._config.sync_timeout_s
+        """Waits until every receiver reports the version, has failed, or ``in_use_timeout_s`` has passed."""
+        deadline = time.monotonic() + self._config.in_use_timeout_s
         version = attempt.publication.version
         with self._changed:
             while True:
                 now = {key(m): m for m in self._members}
                 lacking = {
-                    rank: "does not report the version (deadline: weights_sync.sync_timeout_s)"
+                    rank: f"does not report the version (deadline: {self._config.in_use_setting})"
                     for rank, m in attempt.ranks()
                     if key(m) not in now or not holds(now[key(m)], version=version, incarnation=self._incarnation)
                 }

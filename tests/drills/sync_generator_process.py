@@ -102,7 +102,7 @@ async def serve(setting: Setting, member_id: str) -> None:
         group_timeout_s=60.0,
         member_id=member_id,
         stop=asyncio.Event(),
-        eval_grace_s=SYNC.sync_timeout_s / 2,
+        grace_s=SYNC.grace_s,
     )
 
 
