@@ -199,7 +199,7 @@ def answer(
             publication = ledger.publication(after_attempt=call.after_attempt)
             return PENDING if publication is None and not last and not ledger.finished else (publication, ())
         case ReadState():
-            return PENDING if ledger.revision <= call.after_revision and not last else (ledger.state(), ())
+            return PENDING if ledger.revision <= call.after_revision and not last else (ledger.state(now), ())
         case _:
             return _do(ledger, call, bodies, now), ()
 

@@ -24,6 +24,9 @@ class GeneratorConfig(StrictModel):
     kv_cache_bytes: Bytes = Field(256 << 20, ge=1, description="KV cache on CPU")
     enforce_eager: bool = Field(True, description="vLLM without compilation or CUDA graphs")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of the engine")
+    leave_grace_s: float = Field(
+        1.0, ge=0, le=1e6, description="told to leave: how long what runs may take to end; the rest is given back"
+    )
     reward_timeout_s: Seconds = Field(10.0, description="of one reward call; beyond it the completion has failed")
     max_failed_groups: Count = Field(20, description="failures in a row after which the generator gives up")
     extra_engine_args: dict[str, str | int | float | bool] = Field(

@@ -99,6 +99,7 @@ async def generator(
     decode: Callable[[Sample], str] = lambda sample: " ".join(map(str, sample.token_ids.tolist())),
     groups_in_flight: int = 8,
     max_failed_groups: int = 20,
+    leave_grace_s: float = 0.1,
     group_timeout_s: float = DEADLINE_S,
     drain: bool = False,
     grace_s: float = 10.0,
@@ -111,7 +112,9 @@ async def generator(
             engine=engine,
             score=Scorer(TaskConfig(rewards={"reward": f"{REWARDS}:{rewards}"}), timeout_s=5.0),
             decode=decode,
-            config=GeneratorConfig(groups_in_flight=groups_in_flight, max_failed_groups=max_failed_groups),
+            config=GeneratorConfig(
+                groups_in_flight=groups_in_flight, max_failed_groups=max_failed_groups, leave_grace_s=leave_grace_s
+            ),
             broker_config=BrokerConfig(heartbeat_s=0.05),
             group_timeout_s=group_timeout_s,
             member_id=member_id,

@@ -99,3 +99,25 @@ def test_a_swap_does_not_wait_for_rewards() -> None:
             assert len(member(state).leases) == 1  # type: ignore[union-attr]
 
     run(test())
+
+
+def test_who_is_told_to_leave_is_draining_until_what_runs_has_ended_and_takes_nothing_new() -> None:
+    async def test() -> None:
+        learner, engine = Learner(groups_per_step=2), FakeEngine(hold_at=2)
+        learner.open()
+        learner.broker.feed(prompts(0, 1))
+        async with generator(learner, engine, leave_grace_s=10.0) as (task, stop):
+            await learner.state(is_state(MemberState.SYNCING))
+            learner.publish(0)
+            await learner.state(lambda _: not engine.running.is_set())
+            stop.set()
+            await learner.state(is_state(MemberState.DRAINING))
+            learner.broker.feed(prompts(1, 2))
+            engine.hold_at = -1
+            engine.running.set()
+            await task
+        state = learner.broker.state()
+        assert (state.counts.buffered, state.counts.queued, state.members) == (1, 1, ())
+        assert state.counts.events.get("failed", 0) == 0
+
+    run(test())
