@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from broker.config import Bytes, Count, Seconds, StrictModel
 
@@ -33,3 +33,12 @@ class GeneratorConfig(StrictModel):
         default_factory=dict, description="passed to vLLM as they are"
     )
     delay_s: float = Field(0.0, ge=0, le=1e6, description="artificial time per group, for measuring overlap")
+
+    @model_validator(mode="after")
+    def _engine_can_be_parallel(self) -> GeneratorConfig:
+        if self.engine == "transformers" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"generator.tensor_parallel_size={self.tensor_parallel_size} needs generator.engine=vllm; "
+                "transformers computes in one process"
+            )
+        return self
