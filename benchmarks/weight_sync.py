@@ -5,6 +5,7 @@
     update    what a sparse update costs to make and to apply, beside copying the version
     stall     what `offer` costs the learner, beside a copy of the same bytes and beside the peers' way
     control   messages around the payload of one publication
+    sampling  how long vLLM gives no token for one update, beside its own in-place load of the same tensors
     reform    from the death of one of three receivers to the other two holding the version
 
 Ours and the reference are measured in one run and in turns. A missed target is printed as MISS and ends with status 1
@@ -20,6 +21,7 @@ from functools import partial
 from benchmarks.figures import Figure
 from benchmarks.report import parser_for, report
 from benchmarks.sync_reform import control, reform
+from benchmarks.sync_sampling import sampling
 from benchmarks.sync_stall import stall
 from benchmarks.sync_transports import transports
 from benchmarks.sync_update import update
@@ -32,6 +34,7 @@ MEASURES: dict[str, Callable[[bool], list[Figure]]] = {
     "stall": stall,
     "control": control,
     "reform": reform,
+    "sampling": sampling,
 }
 
 

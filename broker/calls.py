@@ -231,7 +231,7 @@ def answer(
             data = ledger.blobs.get(call.name)
             return data is not None, () if data is None else (data,)
         case ReadState():
-            return PENDING if ledger.revision <= call.after_revision and not last else (ledger.state(), ())
+            return PENDING if ledger.revision <= call.after_revision and not last else (ledger.state(now), ())
         case _:
             return _do(ledger, call, bodies, now), ()
 

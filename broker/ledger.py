@@ -23,6 +23,7 @@ from broker.messages import Counts, DeadItem, Frontier, Member, MemberState, Pub
 from broker.pool import Pool
 from broker.reasons import short
 from broker.roster import Roster
+from broker.standing import Course
 from broker.wellformed import refuse_senseless
 
 
@@ -315,8 +316,14 @@ class Ledger:
             events={name: count for name, count in sorted(self.events.items()) if count},
         )
 
-    def state(self) -> RunState:
+    def state(self, now: float) -> RunState:
         """A consistent look at everything."""
+        course = Course(
+            rules=self.rules,
+            incarnation=self.incarnation,
+            version=self.version,
+            batches_out=len(self.items.batches),
+        )
         return RunState(
             revision=self.revision,
             incarnation=self.incarnation,
@@ -324,7 +331,7 @@ class Ledger:
             finished=self.finished,
             rules=self.rules,
             counts=self.counts(),
-            members=self.roster.all(),
+            members=self.roster.all(now, course),
             publication=self.newest,
             buffered_bytes=self.items.held_bytes,
         )

@@ -234,11 +234,16 @@ class Publication:
 
 
 class MemberState(StrEnum):
-    """What a member is doing; only ``serving`` generators lease."""
+    """What a member is doing; only ``serving`` generators lease.
+
+    ``stale`` and ``suspect`` are the broker's view (broker/standing.py): nobody reports them of itself.
+    """
 
     STARTING = "starting"
     SYNCING = "syncing"
     SERVING = "serving"
+    STALE = "stale"
+    SUSPECT = "suspect"
     DRAINING = "draining"
     GONE = "gone"
 

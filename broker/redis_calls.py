@@ -13,6 +13,7 @@ from broker.contract import PushOutcome
 from broker.heads import BatchHead, LeaseHead, is_eval, position_of, refuse_misfit, refuse_misnamed_items, round_version
 from broker.messages import Counts, DeadItem, EndedItem, Member, MemberState, Publication, Rules, RunState
 from broker.reasons import short
+from broker.standing import Course, shown
 from broker.wellformed import refuse_senseless
 
 
@@ -54,7 +55,7 @@ def _push(call: calls.Push, bodies: Bodies) -> Request:
 
 def _report(call: calls.Report, bodies: Bodies) -> Request:
     member = call.member
-    shown = {
+    told = {
         "state": member.state.value,
         "version": member.policy_version,
         "incarnation": member.incarnation,
@@ -63,7 +64,7 @@ def _report(call: calls.Report, bodies: Bodies) -> Request:
     }
     args = {
         "member_id": member.member_id,
-        "shown": shown,
+        "shown": told,
         "error": short(member.error),
         "leases": list(member.leases),
     }
@@ -140,13 +141,21 @@ def _state(call: calls.ReadState, value: Any, blobs: list[bytes], read: ReadBodi
         dead=dict(sorted((reason, count) for reason, count in list(value["dead"]))),
         events=dict(sorted((name, count) for name, count in list(value["events"]))),
     )
-    roster = [_member(blob, shown) for blob, (_, shown) in zip(members, list(value["shown"]), strict=True)]
+    silent_s = dict(value["silent_s"] or {})
+    ruling = decode(rules, Rules, max_bytes=_STORED) if rules else None
+    course = Course(
+        rules=ruling, incarnation=value["incarnation"], version=value["version"], batches_out=value["batches"]
+    )
+    roster = [
+        shown(_member(blob, told), silent_s=silent_s.get(member_id, 0.0), course=course)
+        for blob, (member_id, told) in zip(members, list(value["shown"]), strict=True)
+    ]
     state = RunState(
         revision=value["revision"],
         incarnation=value["incarnation"],
         version=value["version"],
         finished=value["finished"],
-        rules=decode(rules, Rules, max_bytes=_STORED) if rules else None,
+        rules=ruling,
         counts=counts,
         members=tuple(sorted(roster, key=lambda member: member.member_id)),
         publication=decode(publication, Publication, max_bytes=_STORED) if publication else None,
@@ -155,10 +164,10 @@ def _state(call: calls.ReadState, value: Any, blobs: list[bytes], read: ReadBodi
     return state, ()
 
 
-def _member(blob: bytes, shown: dict[str, Any]) -> Member:
+def _member(blob: bytes, told: dict[str, Any]) -> Member:
     member = decode(blob, Member, max_bytes=_STORED)
-    if shown["state"] == MemberState.GONE.value:
-        return replace(member, state=MemberState.GONE, error=shown["error"], leases=())
+    if told["state"] == MemberState.GONE.value:
+        return replace(member, state=MemberState.GONE, error=told["error"], leases=())
     return member
 
 

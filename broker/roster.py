@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from broker.errors import Refused
 from broker.messages import Member, MemberState
+from broker.standing import Course, shown
 
 LIVES_KEPT = 4  # of one id
 GONE_KEPT = 32  # departures with an error that stay visible, so that their error can be told
@@ -53,9 +54,12 @@ class Roster:
         """When the first member will have been silent for too long."""
         return next(iter(self._seen.values())) + timeout_s if self._seen else None
 
-    def all(self) -> tuple[Member, ...]:
-        """Everyone, by id."""
-        return tuple(self.members[one] for one in sorted(self.members))
+    def all(self, now: float, course: Course) -> tuple[Member, ...]:
+        """Everyone as shown, by id."""
+        return tuple(
+            shown(self.members[one], silent_s=now - self._seen.get(one, now), course=course)
+            for one in sorted(self.members)
+        )
 
     def _replace_life(self, member: Member, before: Member) -> None:
         replaced = self._replaced.get(member.member_id, ())
@@ -74,7 +78,7 @@ class Roster:
 
 
 def _news(before: Member | None, after: Member) -> bool:
-    def shown(member: Member) -> tuple[object, ...]:
+    def told(member: Member) -> tuple[object, ...]:
         return member.state, member.policy_version, member.incarnation, member.error
 
-    return before is None or shown(before) != shown(after)
+    return before is None or told(before) != told(after)

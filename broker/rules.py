@@ -15,19 +15,27 @@ def next_training_version(version: int, batches_out: int) -> int:
     return version + batches_out
 
 
+def trainable(*, policy_version: int, version: int, batches_out: int, max_staleness: int) -> bool:
+    """Whether the next batch could train a token that ``policy_version`` samples now.
+
+    w >= v' - η with v' the version at which that batch is trained. A version that this learner has not made is none:
+    -1 is "holds nothing yet", and v + 1 is the newest that can be on its way (offered to the generators just before
+    the ledger hears of it).
+    """
+    known = 0 <= policy_version <= version + 1
+    return known and policy_version >= next_training_version(version, batches_out) - max_staleness
+
+
 def admitted(
     *, policy_version: int, version: int, batches_out: int, outstanding: int, max_staleness: int, window: int
 ) -> bool:
     """Whether a generator holding ``policy_version`` may lease one more prompt.
 
-    Fewer than ``window`` groups may be outstanding (leased, buffered, in batches), and a token sampled now must be
-    trainable by the next batch: w >= v' - η with v' the version at which that batch is trained. A version that this
-    learner has not made is not admitted: -1 is "holds nothing yet", and v + 1 is the newest that can be on its way
-    (offered to the generators just before the ledger hears of it).
+    What it samples must be trainable, and fewer than ``window`` groups outstanding (leased, buffered, in batches).
     """
-    known = 0 <= policy_version <= version + 1
-    oldest = next_training_version(version, batches_out) - max_staleness
-    return known and outstanding < window and policy_version >= oldest
+    return outstanding < window and trainable(
+        policy_version=policy_version, version=version, batches_out=batches_out, max_staleness=max_staleness
+    )
 
 
 def tokens_left(tokens_per_version: Mapping[int, int], *, version: int, max_staleness: int) -> int:

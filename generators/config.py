@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from broker.config import Bytes, Count, Seconds, StrictModel
 
@@ -24,9 +24,21 @@ class GeneratorConfig(StrictModel):
     kv_cache_bytes: Bytes = Field(256 << 20, ge=1, description="KV cache on CPU")
     enforce_eager: bool = Field(True, description="vLLM without compilation or CUDA graphs")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of the engine")
+    leave_grace_s: float = Field(
+        1.0, ge=0, le=1e6, description="told to leave: how long what runs may take to end; the rest is given back"
+    )
     reward_timeout_s: Seconds = Field(10.0, description="of one reward call; beyond it the completion has failed")
     max_failed_groups: Count = Field(20, description="failures in a row after which the generator gives up")
     extra_engine_args: dict[str, str | int | float | bool] = Field(
         default_factory=dict, description="passed to vLLM as they are"
     )
     delay_s: float = Field(0.0, ge=0, le=1e6, description="artificial time per group, for measuring overlap")
+
+    @model_validator(mode="after")
+    def _engine_can_be_parallel(self) -> GeneratorConfig:
+        if self.engine == "transformers" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"generator.tensor_parallel_size={self.tensor_parallel_size} needs generator.engine=vllm; "
+                "transformers computes in one process"
+            )
+        return self

@@ -9,6 +9,7 @@ The loops share one ``_Generator``; whoever changes it calls ``_wake``, which en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -28,6 +29,7 @@ from generators.engine import Engine, EngineDead, NonFiniteLogits
 from generators.groups import Decode
 from generators.rates import Rates
 from generators.rollout import Rollout
+from generators.running import Running
 from generators.scoring import RewardsStuck, Scorer
 from weights_sync.errors import SyncFailed
 
@@ -55,13 +57,15 @@ async def generate(
     group_timeout_s: float,
     member_id: str,
     stop: asyncio.Event,
-    eval_grace_s: float = 10.0,
+    drain: bool = False,
+    grace_s: float = 10.0,
 ) -> None:
     """Serves until the run finishes or ``stop`` is set; either is a clean return.
 
     Args:
         broker: opens a client for one thread; called for a few of them.
-        eval_grace_s: how long evaluation answers under way may hold up a swap; below ``weights_sync.sync_timeout_s``.
+        drain: a swap waits for all answers under way, and not only for evaluation's (``weights_sync.on_update``).
+        grace_s: how long they may hold it up; those not done then are given back (``weights_sync.drain_timeout_s``).
 
     Raises what makes this generator useless: EngineDead, NonFiniteLogits, MemoryError, RewardsStuck, TooManyFailures,
     BrokerUnreachable. It has left the run by then: its leases are back and its last report says why.
@@ -81,7 +85,8 @@ async def generate(
         config=config,
         broker_config=broker_config,
         member_id=member_id,
-        eval_grace_s=eval_grace_s,
+        drain=drain,
+        grace_s=grace_s,
     )
     error = ""
     try:
@@ -107,10 +112,11 @@ class _Generator:
         config: GeneratorConfig,
         broker_config: BrokerConfig,
         member_id: str,
-        eval_grace_s: float,
+        drain: bool,
+        grace_s: float,
     ) -> None:
         self._engine, self._rollout, self._config, self._broker_config = engine, rollout, config, broker_config
-        self._member_id, self._eval_grace_s = member_id, eval_grace_s
+        self._member_id, self._drain, self._grace_s = member_id, drain, grace_s
         self._reports, self._publications, deliveries = (
             BrokerThread(broker, f"broker-{name}") for name in ("reports", "publications", "deliveries")
         )
@@ -124,7 +130,7 @@ class _Generator:
         self._error = ""
         self._life = uuid.uuid4().hex
         self._run_seen_open = False
-        self._groups: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
+        self._groups = Running(self._wake)
         self._polling: set[tuple[int, int]] = set()
         self._pollers: list[asyncio.Task[None]] = []
         self._failed_in_a_row = 0
@@ -134,18 +140,26 @@ class _Generator:
     async def serve(self, stop: asyncio.Event) -> None:
         """Runs the loops until one of them raises or ``stop`` is set; all but the lease polls are ended by then."""
         self._pollers = [asyncio.create_task(self._lease(poll)) for poll in self._polls]
-        loops = [asyncio.create_task(part) for part in (self._beat(), self._follow(), _set(stop))]
+        beat, follow, stopped = (asyncio.create_task(part) for part in (self._beat(), self._follow(), _set(stop)))
         try:
-            await asyncio.wait({*loops, *self._pollers, self._fatal}, return_when=asyncio.FIRST_COMPLETED)
-            for ended in (self._fatal, *self._pollers, *loops):
-                if ended.done():
-                    ended.result()
+            parts = (self._fatal, *self._pollers, beat, follow, stopped)
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in parts:
+                if part.done():
+                    part.result()
+            await _cancel(follow)
+            await self._finish_groups()
         finally:
             self._leaving = True
-            self._become(MemberState.DRAINING)
-            for task in loops:
-                task.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await _cancel(beat, follow, stopped)
+
+    async def _finish_groups(self) -> None:
+        """Told to leave: takes no new prompt, but what runs may end, up to ``generator.leave_grace_s``."""
+        self._leaving = True
+        self._become(MemberState.DRAINING)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.leave_grace_s):
+                await self._until(lambda: not self._groups)
 
     async def leave(self, error: str) -> None:
         """Gives every lease back, reports GONE and closes; each part best effort, before a deadline they share.
@@ -154,7 +168,7 @@ class _Generator:
         """
         deadline = asyncio.get_running_loop().time() + LEAVE_S
         await _best_effort("end the lease polls", deadline, asyncio.gather(*self._pollers, return_exceptions=True))
-        await _best_effort("give the leases back", deadline, self._abandon(list(self._groups)))
+        await _best_effort("give the leases back", deadline, self._abandon(self._groups.leases()))
         await _best_effort("report leaving", deadline, self._report(MemberState.GONE, error))
         await _best_effort("close the engine", deadline + LEAVE_S, self._engine.close())
         self._deliveries.close()
@@ -201,7 +215,7 @@ class _Generator:
             incarnation=self._incarnation,
             host=socket.gethostname(),
             pid=os.getpid(),
-            leases=tuple(self._groups),
+            leases=self._groups.leases(),
             stats={**self._rates.stats(), "groups_in_flight": float(len(self._groups))},
             error=error,
             life=self._life,
@@ -222,7 +236,7 @@ class _Generator:
             known, self._run_seen_open = publication.attempt, True
             if 0 <= self._incarnation != publication.incarnation:
                 self._become(MemberState.SYNCING)  # no lease until a version of the new incarnation is in use
-                await self._abandon(list(self._groups))
+                await self._abandon(self._groups.leases())
             if self._member_id in publication.receivers:
                 await self._take(publication)
 
@@ -249,29 +263,32 @@ class _Generator:
 
     async def _take(self, publication: Publication) -> None:
         """Stages and swaps; after a failure the old version goes on serving and the error is reported."""
+        before = self._state
         try:
             await self._engine.stage(publication, member_id=self._member_id)
-            await self._end_evaluation()
+            if self._drain:
+                self._become(MemberState.SYNCING)  # no new request from here to the swap
+            await self._end_of_one_version()
             await self._engine.swap(publication)
         except SyncFailed as error:
             log.warning("version %d, attempt %d: %s", publication.version, publication.attempt, error)
             self._error = f"{type(error).__name__}: {error}"
-            self._wake()
+            self._become(before)
             return
         self._incarnation, self._error = publication.incarnation, ""
         self._become(MemberState.SERVING)
         log.info("policy version %d of incarnation %d is in use", publication.version, publication.incarnation)
 
-    async def _end_evaluation(self) -> None:
-        """Lets evaluation answers under way end, because each is to have one version; late ones are given back."""
+    async def _end_of_one_version(self) -> None:
+        """Lets answers under way end that are to have one version, up to ``grace_s``; late ones are given back."""
         try:
-            async with asyncio.timeout(self._eval_grace_s):
-                await self._until(lambda: not self._evaluating())
+            async with asyncio.timeout(self._grace_s):
+                await self._until(lambda: not self._of_one_version())
         except TimeoutError:
-            await self._abandon(self._evaluating())
+            await self._abandon(self._of_one_version())
 
-    def _evaluating(self) -> list[str]:
-        return [name for name, (lease, _) in self._groups.items() if lease.prompt.split is Split.EVAL]
+    def _of_one_version(self) -> list[str]:
+        return self._groups.sampling(lambda lease: self._drain or lease.prompt.split is Split.EVAL)
 
     # -- leases ------------------------------------------------------------------------------------------------
     def _free(self) -> int:
@@ -312,14 +329,13 @@ class _Generator:
         whole = lease.prompt.split is Split.TRAIN or terms == self._terms()
         if self._state is MemberState.SERVING and lease.incarnation == self._incarnation and whole and self._free() > 0:
             task = asyncio.create_task(self._group(lease, terms[0]))
-            self._groups[lease.lease_id] = (lease, task)
+            self._groups.add(lease, task)
             task.add_done_callback(lambda done: self._ended(lease, done))
         else:
             await self._release(lease, "")
 
     def _ended(self, lease: Lease, task: asyncio.Task[None]) -> None:
-        self._groups.pop(lease.lease_id, None)
-        self._wake()
+        self._groups.ended(lease.lease_id)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._fatal.done() and not self._leaving:
             self._fatal.set_exception(error)
@@ -329,17 +345,13 @@ class _Generator:
 
     async def _abandon(self, lease_ids: Sequence[str]) -> None:
         """Ends these groups and gives their leases back, as if they had not been tried."""
-        doomed = [self._groups[lease_id] for lease_id in lease_ids if lease_id in self._groups]
-        for _, task in doomed:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in doomed), return_exceptions=True)
-        for lease, _ in doomed:
+        for lease in await self._groups.cancel(lease_ids):
             await self._release(lease, "")
 
     async def _group(self, lease: Lease, version: int) -> None:
         """From lease to pushed group. A group that fails gives its lease back; the others go on."""
         try:
-            group = await self._rollout.answer(lease)
+            group = await self._rollout.answer(lease, on_sampled=lambda: self._groups.sampled(lease.lease_id))
         except FATAL:
             raise
         except Exception as error:  # one rollout fails and is counted
@@ -366,6 +378,12 @@ class _Generator:
 
 async def _set(stop: asyncio.Event) -> None:
     await stop.wait()
+
+
+async def _cancel(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _best_effort(what: str, deadline: float, part: Awaitable[Any]) -> None:

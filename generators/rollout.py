@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from broker.messages import Group, Lease, Prompt
@@ -49,14 +49,15 @@ class Rollout:
         self._engine, self._scorer, self._decode = engine, scorer, decode
         self._timeout_s, self._generator, self._delay_s = timeout_s, generator, delay_s
 
-    async def answer(self, lease: Lease) -> Group:
-        """The group of this lease, of the completions that succeeded.
+    async def answer(self, lease: Lease, *, on_sampled: Callable[[], None] = lambda: None) -> Group:
+        """The group of this lease, of the completions that succeeded. ``on_sampled``: called when the engine is done.
 
         Raises GroupFailed when too few did, NonFiniteLogits or EngineDead when the engine is of no more use, and
         RewardsStuck when the rewards are. Cancelling it aborts the request.
         """
         began = time.monotonic()
         samples = finished(await self._sample(lease))
+        on_sampled()
         await asyncio.sleep(self._delay_s)
         texts = [self._decode(sample) for sample in samples]
         scores = await asyncio.gather(*(self._score(lease, text) for text in texts))

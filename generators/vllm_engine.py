@@ -2,7 +2,7 @@
 
 generate: Prompt -> AsyncLLM -> Sample per completion, with the policy version of every token
 stage:    Publication -> the plug-in in vLLM's worker receives in the background -> notice over ZeroMQ
-swap:     pause scheduling -> load in place -> label the version -> resume; running requests go on
+swap:     pause scheduling -> load in place, label the version -> resume; running requests go on
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class VllmEngine:
         self._stop_ids = list(stop_token_ids(model_path))
         self._version = -1
         self._loads = 0
+        self._admits = asyncio.Event()  # cleared during a swap
+        self._admits.set()
         self._engine: Any = None
         self._directory = Path()
         self._notices: Any = None
@@ -91,6 +93,7 @@ class VllmEngine:
         Raises EngineDead, or NonFiniteLogits: then the engine is to be replaced, because blocks of its cache keep the
         NaN and spoil later answers, whatever the weights.
         """
+        await self._admits.wait()  # bounded: a swap ends, or the generator does
         tokens: dict[str, Any] = {"prompt_token_ids": prompt.token_ids.tolist()}
         # Cached blocks of another version's keys and values must not serve this prompt.
         tokens["cache_salt"] = f"v{self._loads}"
@@ -133,18 +136,32 @@ class VllmEngine:
             raise SyncFailed(failed)
 
     async def swap(self, publication: Publication) -> None:
-        """Loads the staged version between two engine steps. Raises EngineDead: a half-loaded model never serves."""
+        """Loads the staged version between two engine steps. Raises EngineDead: a half-loaded model never serves.
+
+        Requests that come meanwhile wait here: in vLLM's queue they would meet cached blocks of the version before.
+        """
+        self._admits.clear()
+        try:
+            await self._swap(publication)
+        finally:
+            self._admits.set()
+
+    async def _swap(self, publication: Publication) -> None:
         first = self._loads == 0
         verify = self._sync.verify_load == "always" or (self._sync.verify_load == "first" and first)
         core = self._engine.engine_core  # pause_generation does the same and then sleeps for 20 ms
         load = {"attempt": publication.attempt, "verify": verify}
-        recompute = self._sync.on_update == "recompute"
+        anew = self._sync.on_update != "keep"  # with drain nothing runs, and the blocks of the old version are free
         try:
-            await core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+            # Between pause and resume nothing is sampled: two turns to the core and back, and the load.
             await self._engine.start_weight_update()
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=load))
-            await self._engine.finish_weight_update(weight_version=str(publication.version))
+            await core.pause_scheduler_async(mode="keep", clear_cache=anew)
+            await asyncio.gather(
+                self._engine.update_weights(WeightTransferUpdateRequest(update_info=load)),
+                self._engine.update_weight_version(str(publication.version)),
+            )
             await core.resume_scheduler_async()
+            await self._engine.finish_weight_update()
         except Exception as error:  # vLLM reports a failed call in its worker as a bare Exception
             raise EngineDead(f"version {publication.version} could not be loaded: {error}") from error
         for name in ("payload", "manifest"):

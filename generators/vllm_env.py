@@ -6,6 +6,8 @@ vLLM reads these once, at import or in the processes it spawns, so whoever start
 
 from __future__ import annotations
 
+import os
+
 from generators.config import GeneratorConfig
 
 
@@ -23,6 +25,7 @@ def vllm_environment(config: GeneratorConfig) -> dict[str, str]:
             # The worker inside the core process: one process less, and no binding of every engine to core 0.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         else:
-            cores = (str(core) for core in range(config.tensor_parallel_size))
-            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+            # By hand: vLLM itself wants a NUMA node for each worker.
+            cores = sorted(os.sched_getaffinity(0))[: config.tensor_parallel_size]
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores))
     return environment

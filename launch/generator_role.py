@@ -54,7 +54,8 @@ async def _generate(config: RunConfig, url: str, member_id: str, watch: SignalWa
         group_timeout_s=config.rollout.group_timeout_s,
         member_id=member_id,
         stop=stop,
-        eval_grace_s=min(10.0, config.weights_sync.sync_timeout_s / 2),
+        drain=config.weights_sync.on_update == "drain",
+        grace_s=config.weights_sync.grace_s,
     )
     if watch.signum:
         # It has left the run and everything is closed. An engine that was still loading sits in a thread, for which

@@ -67,7 +67,7 @@ def _client(args: argparse.Namespace, *, patient: bool = False) -> Iterator[Brok
 
 
 def _look(state: RunState) -> RenderableType:
-    return Group(table(state), verdict(state.counts))
+    return Group(table(state), verdict(state.counts), *([members(state)] if state.members else []))
 
 
 def table(state: RunState) -> Table:
@@ -88,6 +88,17 @@ def table(state: RunState) -> Table:
     rows.add_row("held, of at most", _fill(state), style="dim")
     for name, count in sorted(counts.events.items()):
         rows.add_row(name, str(count), style="dim")
+    return rows
+
+
+def members(state: RunState) -> Table:
+    """One row a member, in the state that the broker shows (broker/standing.py)."""
+    rows = Table(title="members")
+    for name in ("member", "state", "version", "leases", "last error"):
+        rows.add_column(name)
+    for one in state.members:
+        version = str(one.policy_version) if one.policy_version >= 0 else ""
+        rows.add_row(one.member_id, one.state.value, version, str(len(one.leases)), one.error[:80])
     return rows
 
 

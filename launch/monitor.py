@@ -105,5 +105,5 @@ def _note(state: RunState) -> str:
         return f"finished: {state.finished}"
     if state.incarnation < 0:
         return "the learner is starting"
-    serving = sum(m.role == "generator" and m.state == "serving" for m in state.members)
-    return "" if serving else "no generator is serving yet"
+    serves = any(m.role == "generator" and m.state != "gone" and m.policy_version >= 0 for m in state.members)
+    return "" if serves else "no generator is serving yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from broker.messages import Split
@@ -19,6 +20,7 @@ def check_run(config: RunConfig) -> None:
     """Everything, for a launcher whose roles are all on this machine."""
     check_resume(config)
     check_prompts(config)
+    check_engine(config)
     check_rewards(config.task, timeout_s=config.generator.reward_timeout_s)
     check_model(config.model)
 
@@ -32,8 +34,19 @@ def check_learner(config: RunConfig) -> None:
 
 def check_generator(config: RunConfig) -> None:
     """What a generator needs on its machine."""
+    check_engine(config)
     check_rewards(config.task, timeout_s=config.generator.reward_timeout_s)
     check_model(config.model)
+
+
+def check_engine(config: RunConfig) -> None:
+    """On a CPU each of vLLM's workers has a core of its own."""
+    workers, cores = config.generator.tensor_parallel_size, len(os.sched_getaffinity(0))
+    if config.generator.device == "cpu" and workers > cores:
+        raise ConfigError(
+            f"generator.tensor_parallel_size={workers}: on generator.device=cpu each worker has a core of its own, and "
+            f"this process may use {cores}"
+        )
 
 
 def check_resume(config: RunConfig) -> None:

@@ -65,7 +65,7 @@ class Collective:
 
     def patience_s(self, manifest: Manifest) -> float:
         """See weights_sync.carrier.Carrier. All of it has been received: what is left is the swap."""
-        return self._config.sync_timeout_s
+        return self._config.in_use_timeout_s
 
     def ended(self, attempt: Attempt, *, failed: bool) -> None:
         """See weights_sync.carrier.Carrier."""

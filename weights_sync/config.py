@@ -46,7 +46,14 @@ class WeightsSyncConfig(StrictModel):
     bucket_bytes: Bytes = Field(64 << 20, ge=1 << 10, description="size of one transfer")
     sync_timeout_s: Seconds = Field(30.0, description="deadline of every wait of one transfer")
     no_generator_timeout_s: Seconds = Field(300.0, description="how long the learner goes on without any receiver")
-    on_update: Literal["keep", "recompute"] = Field("keep", description="KV cache of running requests at a swap")
+    on_update: Literal["keep", "recompute", "drain"] = Field(
+        "keep",
+        description="what runs at a swap: keep: goes on with its KV cache; recompute: goes on, its cache filled anew; "
+        "drain: ends first, so that no completion has two versions",
+    )
+    drain_timeout_s: Seconds = Field(
+        60.0, description="how long running groups may hold up a swap with `on_update: drain`; the rest are given back"
+    )
     verify_load: Literal["first", "always", "never"] = Field(
         "first", description="digest what the engine computes with"
     )
@@ -59,6 +66,21 @@ class WeightsSyncConfig(StrictModel):
     def staging_device(self, device: str) -> str:
         """Where versions are staged on a side whose model is on ``device``: there for nccl, else on the CPU."""
         return device if self.transport == "collective" and self.backend == "nccl" else "cpu"
+
+    @property
+    def grace_s(self) -> float:
+        """How long answers that are to have one version may hold up a swap: evaluation's, with drain everyone's."""
+        return self.drain_timeout_s if self.on_update == "drain" else min(10.0, self.sync_timeout_s / 2)
+
+    @property
+    def in_use_timeout_s(self) -> float:
+        """From a version's arrival to the report that it is in use: sync_timeout_s, with drain drain_timeout_s more."""
+        return self.sync_timeout_s + (self.drain_timeout_s if self.on_update == "drain" else 0.0)
+
+    @property
+    def in_use_setting(self) -> str:
+        """The settings behind ``in_use_timeout_s``, for errors."""
+        return "weights_sync.sync_timeout_s" + (" + drain_timeout_s" if self.on_update == "drain" else "")
 
     @field_validator("host")
     @classmethod

@@ -105,8 +105,8 @@ class Deposit:
 
     def patience_s(self, manifest: Manifest) -> float:
         """See weights_sync.carrier.Carrier. Each read has the deadline; a reader that misses one says so itself."""
-        reads = 1 + manifest.parts * (1 + -(-manifest.wire_bytes // self._config.blob_bytes))
-        return reads * self._config.sync_timeout_s
+        reads = manifest.parts * (1 + -(-manifest.wire_bytes // self._config.blob_bytes))
+        return reads * self._config.sync_timeout_s + self._config.in_use_timeout_s
 
     def ended(self, attempt: Attempt, *, failed: bool) -> None:
         """See weights_sync.carrier.Carrier."""

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 STRIKES = 3  # failures in a row after which a receiver is left out until its process is replaced
 GONE, SILENT = "is gone", "does not answer"  # how an attempt ended for a receiver that could not say so itself
-_LIVE = (MemberState.SYNCING, MemberState.SERVING)
+_LIVE = (MemberState.SYNCING, MemberState.SERVING, MemberState.STALE, MemberState.SUSPECT)
 _POLL_S = 1.0  # one long poll; bounds how long closing takes
 
 

@@ -338,7 +338,7 @@ class Publisher:
             while True:
                 now = {key(m): m for m in self._members}
                 lacking = {
-                    rank: "does not report the version (deadline: weights_sync.sync_timeout_s)"
+                    rank: f"does not report the version (deadline: {self._config.in_use_setting})"
                     for rank, m in attempt.ranks()
                     if key(m) not in now or not holds(now[key(m)], version=version, incarnation=self._incarnation)
                 }

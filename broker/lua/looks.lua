@@ -100,7 +100,13 @@ function calls.ReadState()
     events = hash_of('events', tonumber),
     buffered_bytes = number('held_bytes', 0),
     shown = hash_of('shown', cmsgpack.unpack),
+    silent_s = {}, -- since a member's last report
+    batches = redis_at('HLEN', 'batches'),
   }
+  local seen = redis_at('ZRANGE', 'seen', 0, -1, 'WITHSCORES')
+  for i = 1, #seen, 2 do
+    state.silent_s[seen[i]] = now - tonumber(seen[i + 1])
+  end
   local members = {}
   for _, pair in ipairs(state.shown) do
     table.insert(members, redis_at('HGET', 'members', pair[1]))

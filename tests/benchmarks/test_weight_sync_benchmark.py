@@ -19,6 +19,7 @@ TOLD = {
     "stall": {"beside a copy of its shards", "beside gather and broadcast"},
     "control": {"publication of 30 tensors", "publication of 300 tensors"},
     "reform": {"3 receivers to 2, beyond detection"},
+    "sampling": {"stall of an update, tiny model"},
 }
 
 

@@ -125,6 +125,10 @@ def test_a_value_that_cannot_work_is_refused_with_what_can(override: str, expect
         (["broker.heartbeat_s=5", "broker.lease_timeout_s=4"], ["broker.heartbeat_s=5", "broker.lease_timeout_s=4"]),
         (["learner.backend=nccl"], ["learner.backend=nccl", "learner.device=cuda"]),
         (["weights_sync.backend=nccl"], ["weights_sync.backend=nccl", "learner.device=cuda"]),
+        (
+            ["generator.engine=transformers", "generator.tensor_parallel_size=2"],
+            ["generator.tensor_parallel_size=2", "generator.engine=vllm"],
+        ),
         (["weights_sync.backend=nccl", "learner.device=cuda"], ["weights_sync.backend=nccl", "generator.device=cuda"]),
         (["learner.offload_param=true", "learner.zero_stage=2"], ["learner.offload_param", "learner.zero_stage=3"]),
         (["learner.offload_optimizer=true", "learner.zero_stage=0"], ["learner.offload_optimizer", "zero_stage"]),

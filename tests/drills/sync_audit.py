@@ -16,7 +16,12 @@ PAUSE_S = 0.03
 
 
 class Audit:
-    """A thread with a client of its own. ``checked``: (process, version) pairs that were compared."""
+    """A thread with a client of its own.
+
+    Attributes:
+        checked: (process, version) pairs that were compared.
+        states: what each process was shown as, one after the other.
+    """
 
     def __init__(self, setting: Setting, learner: Learner) -> None:
         self._setting, self._learner = setting, learner
@@ -26,6 +31,7 @@ class Audit:
         self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
         self._members: dict[int, Member] = {}
         self.checked: set[tuple[int, int]] = set()
+        self.states: dict[int, list[str]] = {}
         self.wrong: list[str] = []
         self.looks = 0
 
@@ -67,6 +73,9 @@ class Audit:
         try:
             while not self._stop.wait(PAUSE_S):
                 state = self._broker.state()
+                for member in state.members:
+                    if (seen := self.states.setdefault(member.pid, []))[-1:] != [member.state.value]:
+                        seen.append(member.state.value)
                 there = [m for m in state.members if m.role == "generator" and m.state is not MemberState.GONE]
                 for member in there:
                     self._check(member)

@@ -12,7 +12,7 @@ from tests.drills.processes import Process
 from tests.drills.setting import SILENCE_S, Setting
 from tests.drills.sync_audit import Audit
 from tests.drills.sync_generator import Forks, Generator
-from tests.drills.sync_learner import Learner
+from tests.drills.sync_learner import STEP_S, Learner
 from tests.drills.sync_tap import Tap
 
 TURN_S = 0.02
@@ -43,8 +43,8 @@ class Heard(logging.Handler):
 class Fleet:
     """Broker process, learner and audit from the beginning; generators come and go. ``close`` ends everything."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.directory = setting, Path(setting.directory)
+    def __init__(self, setting: Setting, *, step_s: float = STEP_S) -> None:
+        self.setting, self.directory, self._step_s = setting, Path(setting.directory), step_s
         self.heard = Heard(self.directory / "learner.log")
         logging.getLogger().addHandler(self.heard)
         logging.getLogger().setLevel(logging.INFO)
@@ -63,7 +63,7 @@ class Fleet:
         self.tap.open()
         self.broker.start()
         self.wait(self.setting.url_file.exists, SILENCE_S, "the broker did not start")
-        self.learner = Learner(self.setting)
+        self.learner = Learner(self.setting, step_s=self._step_s)
         self.audit = Audit(self.setting, self.learner)
         self.audit.start()
         self.learner.start()
@@ -93,6 +93,12 @@ class Fleet:
         """Reaps a generator that was killed."""
         one.stop()
         self.alive.remove(one)
+
+    def dismiss(self, one: Generator, limit_s: float) -> None:
+        """Tells a generator to leave. Raises Stuck unless it has ended by itself within ``limit_s``."""
+        self.alive.remove(one)
+        if not one.leave(limit_s):
+            raise Stuck(f"{one.name} was told to leave, and has not, or not well\n{one.standing()}")
 
     def uses(self, one: Generator, version: int) -> bool:
         """Whether it reports ``version`` or a later one in use."""

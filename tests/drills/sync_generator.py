@@ -14,6 +14,7 @@ from tests.drills.setting import ROOT
 
 GONE_S = 10.0  # for the kernel to end a killed process
 TURN_S = 0.005
+LEFT = "left the run"  # last line of a generator that was told to leave
 
 
 class Forks:
@@ -69,6 +70,15 @@ class Generator:
             except ProcessLookupError:
                 return
             time.sleep(TURN_S)
+
+    def leave(self, limit_s: float) -> bool:
+        """SIGTERM; returns whether it has left within ``limit_s``, and well."""
+        self.signal(signal.SIGTERM)
+        until = time.monotonic() + limit_s
+        while self.running() and time.monotonic() < until:
+            time.sleep(TURN_S)
+        said = self._log.read_text(errors="replace").splitlines()
+        return not self.running() and said[-1:] == [LEFT]
 
     def crashed(self) -> str:
         """What it said last, if it has ended; nobody who was killed is asked."""

@@ -27,6 +27,7 @@ from generators.loop import generate
 from generators.scoring import Scorer
 from tasks.config import TaskConfig
 from tests.drills.setting import Setting, read, talk
+from tests.drills.sync_generator import LEFT
 from tests.drills.sync_setting import SYNC, digests_of, held_file
 from weights_sync.errors import SyncFailed
 from weights_sync.manifest import Manifest, check_names
@@ -90,8 +91,9 @@ class SyncEngine(FakeEngine):
 
 
 async def serve(setting: Setting, member_id: str) -> None:
-    """Until it is killed."""
-    config = setting.config()
+    """Until it is killed, or told to leave by SIGTERM."""
+    config, stop = setting.config(), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     await generate(
         broker=lambda: connect(config, setting.url),
         engine=SyncEngine(setting, member_id),
@@ -101,8 +103,8 @@ async def serve(setting: Setting, member_id: str) -> None:
         broker_config=config,
         group_timeout_s=60.0,
         member_id=member_id,
-        stop=asyncio.Event(),
-        eval_grace_s=SYNC.sync_timeout_s / 2,
+        stop=stop,
+        grace_s=SYNC.grace_s,
     )
 
 
@@ -131,10 +133,11 @@ def become(setting: Setting, name: str, *, parent: int) -> NoReturn:
         talk()
         torch.set_num_threads(1)
         asyncio.run(serve(setting, name))
+        print(LEFT, flush=True)
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(1)  # nothing ends a generator but a signal
+        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -35,10 +35,12 @@ class Learner:
     Attributes:
         digests: of every version ever offered.
         sampled: versions whose tokens came in, by generator.
+        trained: positions, in the order in which they were trained.
         times: (phase, seconds) of each step that was all in one phase.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, *, step_s: float = STEP_S) -> None:
+        self._step_s, self.trained = step_s, list[int]()
         self._setting, self._rng = setting, random.Random(f"{setting.seed}.learner")
         self.model, self._work = Policy(), torch.randn(SIDE, SIDE)
         declaration = declare(self.model)
@@ -117,6 +119,7 @@ class Learner:
         if self.phase == phase:
             self.times.append((phase, seconds))
         self._broker.trained(batch_id=batch.batch_id, version=self.version)
+        self.trained += [group.prompt.position for group in batch.groups]
         if self.version % 50 == 0:
             self._broker.durable(version=self.version)
 
@@ -140,11 +143,11 @@ class Learner:
             torch.mm(self._work, self._work)
 
     def _calibrated(self) -> int:
-        """Products that fill STEP_S now, with nothing else running; as many in every step."""
+        """Products that fill a step now, with nothing else running; as many in every step."""
         self._multiply(5)
         began = time.perf_counter()
         self._multiply(20)
-        return max(1, round(STEP_S / ((time.perf_counter() - began) / 20)))
+        return max(1, round(self._step_s / ((time.perf_counter() - began) / 20)))
 
     def _change(self) -> None:
         """A few elements, or all of them; in runs, or there would always be a whole one among what is sent at once."""

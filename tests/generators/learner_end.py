@@ -104,15 +104,18 @@ class Learner:
 
     async def publish(self, engine: Engine) -> None:
         """Offers the model as the next version and takes it into use in the engine."""
-        self.version += 1
-        self.publisher.offer(self.version, self.model.named_parameters())
-        publication = await self._staged(engine)
-        await engine.swap(publication)
+        await engine.swap(await self.staged(engine))
+        await self.in_use()
+
+    async def in_use(self) -> None:
+        """Reports the version, and waits until the publisher knows."""
         self._report(MemberState.SERVING)
         await asyncio.to_thread(self.publisher.flush, 20)
 
-    async def _staged(self, engine: Engine) -> Publication:
-        """Stages as a generator's loop does: an attempt that fails is followed by another."""
+    async def staged(self, engine: Engine) -> Publication:
+        """Offers the next version and stages it as a generator's loop does: a failed attempt is followed by another."""
+        self.version += 1
+        self.publisher.offer(self.version, self.model.named_parameters())
         for _ in range(3):
             publication = await self.announced(self.version)
             with contextlib.suppress(SyncFailed):

@@ -27,6 +27,11 @@ async def later(text: str, answer: str, reference: str) -> float:
     return 1.0
 
 
+async def slow(text: str, answer: str, reference: str) -> float:
+    await asyncio.sleep(1.5)
+    return 1.0
+
+
 def coroutine_in_disguise(text: str, answer: str, reference: str) -> object:
     return later(text, answer, reference)
 

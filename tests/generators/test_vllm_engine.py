@@ -161,6 +161,24 @@ def test_c21_a_repeated_prompt_meets_no_cached_block_of_an_older_version(vllm: S
         vllm.publish()
 
 
+def test_c40_prompts_that_come_during_a_swap_are_the_new_versions_and_meet_no_older_block(vllm: Setup) -> None:
+    ids = PROMPTS[0] * 40
+
+    async def meanwhile() -> Any:
+        asked = [vllm.engine.generate(prompt(ids, seed=i), request_id=f"r{i}", attempt=1) for i in range(4)]
+        publication = await vllm.learner.staged(vllm.engine)
+        _, *answers = await asyncio.gather(vllm.engine.swap(publication), *asked)
+        await vllm.learner.in_use()
+        return answers
+
+    vllm.ask(ids)
+    vllm.learner.step()
+    for (sample,) in vllm.run(meanwhile()):
+        tokens = sample.token_ids.tolist()
+        assert sample.version_runs.tolist() == [[vllm.learner.version, len(tokens)]]
+        np.testing.assert_allclose(sample.behavior_logprobs, logprobs(vllm.model, ids, tokens, 1.0), atol=1e-5)
+
+
 def test_more_prompt_tokens_than_one_step_takes_are_answered_under_their_seeds(vllm: Setup) -> None:
     async def crowd() -> Any:
         asked = [prompt(ids * 50, n=4, max_tokens=4, seed=i) for i, ids in enumerate(PROMPTS)]

@@ -11,7 +11,7 @@ import pytest
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.contract import Broker
-from broker.messages import Frontier, Prompt, Rules, Split
+from broker.messages import Frontier, Member, MemberState, Prompt, Rules, Split
 from broker.server import BrokerServer
 from launch.cli import main
 
@@ -79,6 +79,27 @@ def test_the_books_with_their_fill_and_the_dead_with_their_errors_are_shown(
     code, text = run(capsys, "ledger", "--dead", f"broker.url={url}")
     assert code == 0
     assert text.count("KeyError: 'x'") == 2
+
+
+def test_members_are_shown_in_the_state_that_the_broker_sees_them_in(
+    url: str, client: Broker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, version in (("fresh", 0), ("odd", 7)):
+        client.report(
+            Member(
+                member_id=name,
+                role="generator",
+                state=MemberState.SERVING,
+                policy_version=version,
+                incarnation=0,
+                host="h",
+                pid=1,
+            )
+        )
+    _, text = run(capsys, "ledger", f"broker.url={url}")
+    rows = [line.strip("│ ").split() for line in text.splitlines()]
+    assert ["fresh", "serving", "0"] in [[cell for cell in row if cell != "│"][:3] for row in rows]
+    assert ["odd", "stale", "7"] in [[cell for cell in row if cell != "│"][:3] for row in rows]
 
 
 def test_named_prompts_and_then_all_dead_ones_are_queued_again(

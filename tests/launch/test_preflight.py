@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from configs.load import load
 from launch.preflight import check_generator, check_learner, check_run
 from learners.checkpoint import Checkpoints
 
+CORES = len(os.sched_getaffinity(0))
 RUN, LEARNER, GENERATOR = "up", "learner", "generator"
 TASK = """
 def prompts(split, seed, options):
@@ -48,6 +50,11 @@ WRONG = [
     ("model.path=/nonexistent", (RUN, LEARNER, GENERATOR), ("model.path", "/nonexistent", "'tiny'", "owner/name")),
     ("model.path={dir}", (RUN, LEARNER, GENERATOR), ("model.path", "no config.json")),
     ("model.path=package:no_such", (RUN, LEARNER, GENERATOR), ("model.path", "not installed")),
+    (
+        f"generator.tensor_parallel_size={CORES + 1}",
+        (RUN, GENERATOR),
+        ("tensor_parallel_size", f"use {CORES}"),
+    ),
     ("model.tiny_hidden_size=48", (RUN, LEARNER, GENERATOR), ("model.tiny_hidden_size", "48", "multiple of 32")),
     ("learner.checkpoint.resume=./banana", (RUN, LEARNER), ("learner.checkpoint.resume=./banana", "auto", "never")),
     ("learner.checkpoint.resume={dir}", (RUN, LEARNER), ("learner.checkpoint.resume=", "complete.json")),

@@ -1,3 +1,4 @@
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from broker.local import LocalBroker
+from broker.messages import Publication
 from tests.weights_sync.conftest import Follower, ThreadReceiver
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
@@ -63,6 +65,30 @@ def test_every_version_reaches_every_generator_over_one_group(model, publish, fo
     joint = [publication for publication in one.attempts if len(publication.receivers) == 2]
     assert len({publication.epoch for publication in joint}) == 1
     assert publisher.stats.version == 2 and publisher.stats.failed_attempts == 0
+
+
+@over_groups
+def test_a_generator_that_drains_has_its_time_and_a_slower_one_fails_by_the_settings_name(
+    model, publish, run, sync
+) -> None:
+    config = sync.model_copy(update={"on_update": "drain", "sync_timeout_s": 1.0, "drain_timeout_s": 1.5})
+    pauses = iter([1.5, 4.0])
+    receiver = ThreadReceiver(config, "g1", lambda manifest: None)
+
+    def take(publication: Publication) -> str:
+        error = receiver.take(publication)
+        time.sleep(next(pauses, 0.0))
+        return error
+
+    follower = Follower(run, "g1", take, pid=os.getpid())
+    publisher = publish(model, config)
+    publisher.offer(0, step(model).items())
+    publisher.flush(20)
+    assert publisher.stats.failed_attempts == 0
+    publisher.offer(1, step(model).items())
+    with pytest.raises(SyncFailed, match=r"does not report .*weights_sync.sync_timeout_s \+ drain_timeout_s"):
+        publisher.flush(3.5)
+    follower.leave()
 
 
 def nudge(model: nn.Module, count: int = 5) -> dict[str, torch.Tensor]:
