@@ -89,3 +89,18 @@ def test_without_a_route_a_server_on_every_address_is_reached_here() -> None:
 
     assert reachable_host("0.0.0.0", route=nowhere) == "127.0.0.1"
     assert reachable_host("::", route=nowhere) == "::1"
+
+
+@pytest.mark.parametrize("name", ["a{b", "a}b", "{a}", "a\nb", "a\x00", "\x1b[31m", "\udc00"])
+def test_a_namespace_that_would_break_the_keys_hash_tag_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="without braces and control characters"):
+        BrokerConfig(namespace=name)
+    assert BrokerConfig(namespace="my project/my run, ünï").namespace == "my project/my run, ünï"
+
+
+@pytest.mark.parametrize("setting", ["data_dir", "key_file"])
+def test_a_path_of_several_lines_is_refused(setting: str) -> None:
+    for path in ("a\nb", "a\x00b"):
+        with pytest.raises(ValidationError, match="without newlines"):
+            BrokerConfig.model_validate({setting: path})
+    assert getattr(BrokerConfig.model_validate({setting: "a 'b' \"c\""}), setting) == "a 'b' \"c\""
