@@ -6,8 +6,8 @@ and gone with its parent.
 
 from __future__ import annotations
 
-import importlib.util
 import errno
+import importlib.util
 import logging
 import os
 import queue

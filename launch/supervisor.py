@@ -86,7 +86,7 @@ class Supervisor:
             return self._url
         reader, writer = os.pipe()
         try:
-            env = environment.child(**{environment.READY_FD: str(writer)})
+            env = _without_url(environment.child(**{environment.READY_FD: str(writer)}))
             child = self._start("broker", "broker", env=env, pass_fds=(writer,))
             os.close(writer)
             writer = -1
@@ -135,7 +135,7 @@ class Supervisor:
         if name == "learner":
             self._start(name, "learner", env=env)
         elif name == "broker":
-            self._start(name, "broker", f"broker.port={urlsplit(self._url).port}", env=env)
+            self._start(name, "broker", f"broker.port={urlsplit(self._url).port}", env=_without_url(env))
         else:
             self._start(name, "generator", "--id", name, env=env)
 
@@ -190,6 +190,11 @@ class Supervisor:
                 f"no progress for {still:.0f} s (launch.watchdog_s = {self._config.launch.watchdog_s:g}): "
                 f"{heartbeat.obstacle()}\n(logs: {self._logs})"
             )
+
+
+def _without_url(env: dict[str, str]) -> dict[str, str]:
+    """For our broker, which would take a url for that of another one."""
+    return {name: value for name, value in env.items() if name != environment.BROKER_URL}
 
 
 def tail(log: Path | None) -> str:

@@ -89,6 +89,7 @@ def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
     running, mark = tmp_path / "running", tmp_path / "mark"
     broker = (
         "import os, pathlib, time; fd = os.environ.get('SLIPSTREAM_READY_FD')\n"
+        "assert 'SLIPSTREAM_BROKER_URL' not in os.environ\n"
         "if fd:\n"
         "    os.write(int(fd), b'tcp://127.0.0.1:4321\\n')\n"
         f"    while not pathlib.Path({str(running)!r}).exists(): time.sleep(0.01)\n"
@@ -101,6 +102,12 @@ def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
     )
     asked, _ = supervise(config_of(tmp_path), tmp_path, {"broker": broker, "learner": learner, "generator": SLEEPS})
     assert [words for words in asked if words[0] == "broker"] == [("broker",), ("broker", "broker.port=4321")]
+
+
+def test_our_broker_is_never_told_of_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_BROKER_URL", "tcp://127.0.0.1:9")
+    alone = "import os; assert 'SLIPSTREAM_BROKER_URL' not in os.environ\n"
+    supervise(config_of(tmp_path), tmp_path, {"broker": alone + BROKER, "learner": "pass", "generator": SLEEPS})
 
 
 def test_a_killed_redis_broker_ends_the_run_because_the_next_one_would_have_another_password(tmp_path: Path) -> None:
