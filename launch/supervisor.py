@@ -22,6 +22,7 @@ from configs.run import RunConfig
 from launch import environment
 from launch.children import Child, Children
 from launch.step_lines import SHOWN
+from telemetry.plain import plain
 
 _BROKER_START_S = 30.0
 _RESTARTS = 3  # of one role
@@ -215,9 +216,9 @@ def last_error(log: Path | None, start: int = 0) -> str:
 
 
 def _end(log: Path | None, start: int, most: int) -> list[str]:
-    """The lines from byte ``start`` on, of the last ``most`` bytes."""
+    """The lines from byte ``start`` on, of the last ``most`` bytes, to be shown on a terminal."""
     if log is None or not log.is_file():
         return []
     with log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - most))
-        return file.read().decode("utf-8", errors="replace").splitlines()
+        return [plain(line) for line in file.read().decode("utf-8", errors="replace").splitlines()]

@@ -15,7 +15,7 @@ from configs.load import load
 from configs.run import RunConfig
 from launch.children import Children
 from launch.signals import Stopped
-from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor, last_error
+from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor, last_error, tail
 
 BROKER = (
     "import os, time; os.write(int(os.environ['SLIPSTREAM_READY_FD']), b'tcp://127.0.0.1:1\\n');"
@@ -82,6 +82,12 @@ def test_a_learner_that_fails_ends_the_run_with_its_own_error_and_code(tmp_path:
         supervise(config_of(tmp_path), tmp_path, {"broker": BROKER, "learner": learner, "generator": SLEEPS})
     assert "the real reason" in str(caught.value)
     assert caught.value.exit_code == 9
+
+
+def test_what_a_log_says_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    (log := tmp_path / "gen0.log").write_bytes(b"one\nslipstream: \x1b[2Jtwo\n")
+    assert tail(log) == "  | one\n  | slipstream: \\x1b[2Jtwo"
+    assert last_error(log) == "slipstream: \\x1b[2Jtwo"
 
 
 def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
