@@ -128,6 +128,17 @@ def resolve(host: str) -> str:
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
 
 
+def unknown_host(url: str) -> str:
+    """Why the url's host has no address now, in words; empty where it has one, or needs none."""
+    host = urlsplit(url).hostname
+    try:
+        if host:
+            resolve(host)
+    except OSError as error:
+        return f"broker.url={without_password(url)}: {host} does not resolve: {error.strerror}"
+    return ""
+
+
 def bracketed(host: str) -> str:
     """The host as it stands in a url."""
     return f"[{host}]" if ":" in host else host

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal as size
@@ -17,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from broker.address import resolve, without_password
+from broker.address import unknown_host
 from broker.connect import connect
 from broker.contract import Broker
 from broker.errors import BrokerError
@@ -69,22 +67,13 @@ def requeue(args: argparse.Namespace) -> int:
 def _client(args: argparse.Namespace, *, patient: bool = False) -> Iterator[Broker]:
     config = load(args.config, args.overrides)
     url = broker_url(args, config)
-    _refuse_unknown_host(url)
+    if unknown := unknown_host(url):  # a person waits, so not for the name to become known, as a role would
+        raise BrokerError(unknown)
     client = connect(placed(config) if patient else asking(args, config), url)
     try:
         yield client
     finally:
         client.close()
-
-
-def _refuse_unknown_host(url: str) -> None:
-    """A person waits: a name that is unknown now is told now, where a role would wait for it to become known."""
-    host = urlsplit(url).hostname
-    try:
-        if host:
-            resolve(host)
-    except socket.gaierror as error:
-        raise BrokerError(f"broker.url={without_password(url)}: {host} does not resolve: {error.strerror}") from error
 
 
 def _look(state: RunState) -> RenderableType:

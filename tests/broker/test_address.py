@@ -109,7 +109,7 @@ def test_a_path_of_several_lines_is_refused(setting: str) -> None:
 @pytest.mark.parametrize("sign", ["/", "?", "#", "@/"])
 @pytest.mark.parametrize("before", ["hunter2", "123"])
 def test_a_sign_in_a_password_that_ends_the_host_is_told_with_its_escape(sign: str, before: str) -> None:
-    with pytest.raises(ValidationError, match="in a password write @ / [?] # as %40 %2F %3F %23"):
+    with pytest.raises(ValidationError, match=r"in a password write @ / [?] # as %40 %2F %3F %23"):
         BrokerConfig(url=f"redis://user:{before}{sign}x@h:1/0")
 
 
