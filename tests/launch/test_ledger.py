@@ -120,6 +120,11 @@ def test_watching_ends_with_the_run(url: str, client: Broker, capsys: pytest.Cap
     assert run(capsys, "ledger", "--watch", f"broker.url={url}")[0] == 0
 
 
+def test_the_dead_are_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "ledger", "--watch", "--dead")
+
+
 @pytest.mark.parametrize("words", [(), ("1", "--all-dead")])
 def test_requeue_wants_to_know_what(words: tuple[str, ...], url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "requeue", *words, f"broker.url={url}")
