@@ -7,6 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from broker import calls
@@ -17,7 +18,7 @@ from broker.contract import PushOutcome
 from broker.errors import BrokerClosed, BufferFull, Refused
 from broker.heads import GroupHead, refuse_misnamed, round_version
 from broker.messages import Batch, DeadItem, Frontier, Group, Lease, Member, Prompt, Publication, Rules, RunState
-from broker.reasons import short
+from broker.reasons import printable, short
 from broker.rules import GROUPS_PER_CALL, PROMPTS_PER_CALL
 from broker.wellformed import refuse_malformed
 
@@ -168,39 +169,40 @@ class Caller(ABC):
             [GroupHead.of(group) for group in groups],
             self._sendable("group", [encode(group) for group in groups]),
         )
-        outcomes: list[PushOutcome] = []
-        for part in self._parts(bodies, GROUPS_PER_CALL):
-            try:
-                outcomes += self._push_part(heads[part], bodies[part])
-            except Refused as error:
-                error.settled = tuple(outcomes)
-                raise
-        return tuple(outcomes)
-
-    def _push_part(self, heads: list[GroupHead], bodies: list[bytes]) -> list[PushOutcome]:
-        until, pause = time.monotonic() + self._config.push_timeout_s, FIRST_PUSH_PAUSE_S
         outcomes: dict[int, PushOutcome] = {}
-        while True:
-            due = [i for i in range(len(heads)) if i not in outcomes]
+        try:
+            for part in self._parts(bodies, GROUPS_PER_CALL):
+                self._push_part(range(len(groups))[part], heads, bodies, outcomes)
+        except (Refused, BufferFull) as error:
+            error.settled = outcomes
+            raise
+        return tuple(outcomes[i] for i in range(len(groups)))
+
+    def _push_part(
+        self, part: Sequence[int], heads: Sequence[GroupHead], bodies: Sequence[bytes], outcomes: dict[int, PushOutcome]
+    ) -> None:
+        """Pushes these until each has its outcome, which it notes. Raises BufferFull."""
+        until, pause = time.monotonic() + self._config.push_timeout_s, FIRST_PUSH_PAUSE_S
+        while due := [i for i in part if i not in outcomes]:
             answers = self._call(calls.Push(heads=tuple(heads[i] for i in due)), bodies=[bodies[i] for i in due])
             outcomes.update((i, answer) for i, answer in zip(due, answers, strict=True) if answer is not None)
-            if len(outcomes) == len(heads):
-                return [outcomes[i] for i in range(len(heads))]
+            if not (left := [i for i in due if i not in outcomes]):
+                return
+            sizes = [len(bodies[i]) for i in left]
             if time.monotonic() >= until:
-                sizes = [len(body) for i, body in enumerate(bodies) if i not in outcomes]
                 raise BufferFull(
                     f"no room for {len(sizes)} groups of {sum(sizes)} bytes within broker.push_timeout_s = "
                     f"{self._config.push_timeout_s:g}: the learner takes too little, or raise broker.max_buffer_bytes"
                 )
-            smallest = min(len(body) for i, body in enumerate(bodies) if i not in outcomes)
-            self._await_room(smallest, pause, until)
+            ask = calls.WorthPushing(size=min(sizes), lease_ids=tuple(heads[i].lease_id for i in left))
+            self._await_room(ask, pause, until)
             pause = min(2 * pause, LAST_PUSH_PAUSE_S)
 
-    def _await_room(self, size: int, pause: float, until: float) -> None:
-        """Returns when ``size`` bytes may find room, or at the deadline; nothing else is sent meanwhile."""
+    def _await_room(self, ask: calls.WorthPushing, pause: float, until: float) -> None:
+        """Returns when it is time to push again, or at the deadline; nothing but the question is sent meanwhile."""
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(pause, left))
-            if self._call(calls.HasRoom(size=size)):
+            if self._call(ask):
                 return
             pause = min(2 * pause, LAST_PUSH_PAUSE_S)
 
@@ -223,7 +225,7 @@ class Caller(ABC):
     # -- members -----------------------------------------------------------------------------------------------
     def report(self, member: Member) -> None:
         """See broker.contract.Broker."""
-        self._call(calls.Report(member=member))
+        self._call(calls.Report(member=replace(member, error=printable(member.error))))
 
     def publication(self, *, after_attempt: int, wait_s: float) -> Publication | None:
         """See broker.contract.Broker."""

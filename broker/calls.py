@@ -123,10 +123,15 @@ class Push(Call[tuple[PushOutcome | None, ...]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HasRoom(Call[bool]):
-    """Whether the buffer would take a group of ``size`` bytes now: what is asked before one is sent again."""
+class WorthPushing(Call[bool]):
+    """Whether to send groups again that had no room.
+
+    True where the smallest of them, of ``size`` bytes, has room now, or one of their leases no longer holds, so that
+    its push is settled at once. The run may have finished.
+    """
 
     size: int
+    lease_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +277,8 @@ def _do(ledger: Ledger, call: Call[Any], bodies: Bodies, now: float) -> Any:
             return ledger.feed(call.items, bodies)
         case Push():
             return ledger.push(call.heads, bodies)
-        case HasRoom():
-            return ledger.has_room(call.size)
+        case WorthPushing():
+            return ledger.worth_pushing(size=call.size, lease_ids=call.lease_ids)
         case Spoiled():
             ledger.spoiled(version=call.version, lease_id=call.lease_id, error=call.error)
         case Trained():

@@ -33,6 +33,9 @@ from broker.wire import (
 
 T = TypeVar("T")
 
+ANSWER_BYTES = (
+    1 << 26
+)  # of an answer without its bodies: members, dead prompts; however small broker.max_frame_bytes is
 FIRST_PAUSE_S = 1.0  # until a request without an answer is sent again; doubles up to LAST_PAUSE_S
 LAST_PAUSE_S = 5.0
 
@@ -60,7 +63,7 @@ class ZmqBroker(Caller):
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_frame_bytes)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * max(config.max_frame_bytes, ANSWER_BYTES))
         if "[" in url:  # for all, and ZeroMQ would look for IPv6 addresses of names only
             self._socket.setsockopt(zmq.IPV6, 1)
         self._handshakes = Handshakes(self._socket, keys, url=url, key_file=config.key_file)
@@ -87,6 +90,8 @@ class ZmqBroker(Caller):
         while True:
             silence.check(self._handshakes.look())
             now = time.monotonic()
+            if self._handshakes.new_connection() and sent:  # whatever was on the way is lost: ask at once
+                send_at, pause = now, min(FIRST_PAUSE_S, self._timeout_s / 4)
             if now >= send_at:
                 silence.asked()
                 name = PROBE if sent else type(call).__name__
@@ -98,7 +103,7 @@ class ZmqBroker(Caller):
             silence.ended()
             outcome, reply = answer
             if outcome == OK:
-                return read_value(call, reply, max_bytes=self._max_bytes)
+                return read_value(call, reply, max_bytes=max(self._max_bytes, ANSWER_BYTES))
             if outcome == UNKNOWN:
                 send_at, sent = now, False
 

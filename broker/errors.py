@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -24,6 +25,8 @@ class BrokerUnreachable(BrokerError):
 class BufferFull(BrokerError):
     """The broker had no room for a group within ``broker.push_timeout_s``."""
 
+    settled: Mapping[int, Any] = {}
+
 
 class RunFinished(BrokerError):
     """The run has ended; there is nothing more to lease or to train."""
@@ -32,10 +35,10 @@ class RunFinished(BrokerError):
 class Refused(BrokerError):
     """The broker understood the request and will not do it (malformed frame, wrong schema, abandoned policy).
 
-    ``settled``: what became of the groups before the refused ones, where many are pushed in several calls.
+    ``settled``: what became of the others, by place, where many groups were pushed together.
     """
 
-    settled: tuple[Any, ...] = ()
+    settled: Mapping[int, Any] = {}
 
 
 class NoOpenRun(Refused):

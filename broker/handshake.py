@@ -101,7 +101,7 @@ class Handshakes:
 
     def __init__(self, socket: Socket, keys: ClientKeys | None, *, url: str, key_file: str) -> None:
         self._url, self._key_file, self._secured = url, key_file, keys is not None
-        self._hint = ""
+        self._hint, self._new = "", False
         self._socket = socket
         if keys:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
@@ -115,7 +115,7 @@ class Handshakes:
             event = recv_monitor_message(self.monitor)
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._hint = ""
+                self._hint, self._new = "", True
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise BrokerError(
                     f"the broker at {self._url} does not know our key: broker.key_file = {self._key_file} is of another"
@@ -126,6 +126,11 @@ class Handshakes:
             else:
                 self._hint = f"it hangs up during the handshake; {self._advice()}"
         return self._hint
+
+    def new_connection(self) -> bool:
+        """Whether there is one since this was last asked."""
+        new, self._new = self._new, False
+        return new
 
     def close(self) -> None:
         """Before the socket it watches."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from broker.errors import Refused
 from broker.messages import EndedItem, Group, Prompt, Split
 
-_TRAIN_ITEM = re.compile(r"0|[1-9]\d{0,14}", re.ASCII)
-_EVAL_ITEM = re.compile(r"eval(\d{1,15})\.(\d{1,15})", re.ASCII)
+_TRAIN_ITEM = re.compile(r"0|[1-9]\d{0,12}", re.ASCII)
+_EVAL_ITEM = re.compile(r"eval(\d{1,13})\.(\d{1,13})", re.ASCII)
 _EVAL = "eval"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from broker import rules as staleness
 from broker.heads import BatchHead, GroupHead, position_of
-from broker.messages import DeadItem, EndedItem, Frontier, Rules
+from broker.messages import Counts, DeadItem, EndedItem, Frontier, Rules
 from broker.pool import Item, Pool
 from broker.reasons import tally, untally
 from broker.rows import Rows
@@ -79,6 +79,21 @@ class TrainingItems:
         self._scanned_version = -1
 
     # -- looking -----------------------------------------------------------------------------------------------
+    def counts(self) -> Counts:
+        """The books, each state counted where its items are."""
+        return Counts(
+            fed=self.fed,
+            queued=len(self.pool.queued),
+            leased=len(self.pool.grants),
+            buffered=len(self.buffer),
+            training=self.in_batches(),
+            trained=len(self.trained_at) + self.unsaved,
+            durable=self.durable - self.unsaved,
+            filtered={},
+            dead=dict(sorted(self.dead_counts.items())),
+            events={name: count for name, count in sorted(self.events.items()) if count},
+        )
+
     def in_batches(self) -> int:
         """Groups in batches out."""
         return len(self.held) - len(self.buffer)
@@ -86,6 +101,26 @@ class TrainingItems:
     def outstanding(self) -> int:
         """Groups leased, buffered or in batches: what the window bounds."""
         return len(self.pool.grants) + len(self.held)
+
+    def may_sample_more(self, rules: Rules) -> bool:
+        """Whether the bytes held allow one more lease."""
+        return staleness.may_sample_more(
+            held_bytes=self.held_bytes,
+            leased=len(self.pool.grants),
+            buffered=len(self.buffer),
+            groups_per_step=rules.groups_per_step,
+            max_buffer_bytes=rules.max_buffer_bytes,
+        )
+
+    def has_room(self, size: int, rules: Rules) -> bool:
+        """Whether a group of ``size`` bytes would be taken in now."""
+        return staleness.has_room(
+            held_bytes=self.held_bytes,
+            size=size,
+            buffered=len(self.buffer),
+            groups_per_step=rules.groups_per_step,
+            max_buffer_bytes=rules.max_buffer_bytes,
+        )
 
     def abandoned(self, versions: Iterable[int], incarnation: int) -> bool:
         """Whether a later incarnation has started from before one of these versions."""

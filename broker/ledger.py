@@ -11,6 +11,7 @@ Time comes in as ``now`` (seconds on any clock). broker/lua holds the same machi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from broker import rules as staleness
 from broker.blobs import Blobs
@@ -19,9 +20,9 @@ from broker.errors import NoOpenRun, Refused, RunFinished
 from broker.evaluation import EvaluationRound
 from broker.heads import BatchHead, GroupHead, LeaseHead, is_eval, refuse_misfit, refuse_misnamed_items
 from broker.items import Held, TrainingItems
-from broker.messages import Counts, DeadItem, Frontier, Member, MemberState, Publication, Rules, RunState
+from broker.messages import DeadItem, Frontier, Member, MemberState, Publication, Rules, RunState
 from broker.pool import Pool
-from broker.reasons import short
+from broker.reasons import printable, short
 from broker.roster import Roster
 from broker.standing import Course
 from broker.wellformed import refuse_senseless
@@ -173,6 +174,8 @@ class Ledger:
 
         A repeated ``token`` is the same call sent again: it gets the leases that it was given and still holds.
         """
+        if max_prompts < 1:
+            raise Refused(f"a lease of {max_prompts} prompts")
         if self.finished:
             raise RunFinished(self.finished)
         if self.rules is None or incarnation != self.incarnation:
@@ -220,15 +223,13 @@ class Ledger:
         self.changes += outcome is not None
         return outcome
 
-    def has_room(self, size: int) -> bool:
-        """Whether a group of ``size`` bytes would be taken in now."""
-        return self.rules is None or staleness.has_room(
-            held_bytes=self.items.held_bytes,
-            size=size,
-            buffered=len(self.items.buffer),
-            groups_per_step=self.rules.groups_per_step,
-            max_buffer_bytes=self.rules.max_buffer_bytes,
-        )
+    def worth_pushing(self, *, size: int, lease_ids: Sequence[str]) -> bool:
+        """Whether a group of ``size`` bytes would be taken in now, or one of these leases no longer holds."""
+        if self.finished:
+            raise RunFinished(self.finished)
+        if self.rules is None or any(one not in self.items.pool.grants for one in lease_ids):
+            return True
+        return self.items.has_room(size, self.rules)
 
     def release(self, *, lease_id: str, error: str) -> None:
         """Gives a lease back; with an error the attempt counts."""
@@ -241,6 +242,7 @@ class Ledger:
     # -- members -----------------------------------------------------------------------------------------------
     def report(self, member: Member, now: float) -> None:
         """Joins or refreshes. A member that leaves gives its leases back, with its error if it has one."""
+        member = replace(member, error=printable(member.error))
         if self.roster.report(member, now):
             self._news()
         for pool in self._pools():
@@ -300,22 +302,6 @@ class Ledger:
         self.revision += 1
 
     # -- looking -----------------------------------------------------------------------------------------------
-    def counts(self) -> Counts:
-        """The books, each state counted where its items are."""
-        items = self.items
-        return Counts(
-            fed=items.fed,
-            queued=len(items.pool.queued),
-            leased=len(items.pool.grants),
-            buffered=len(items.buffer),
-            training=items.in_batches(),
-            trained=len(items.trained_at) + items.unsaved,
-            durable=items.durable - items.unsaved,
-            filtered={},
-            dead=dict(sorted(items.dead_counts.items())),
-            events={name: count for name, count in sorted(self.events.items()) if count},
-        )
-
     def state(self, now: float) -> RunState:
         """A consistent look at everything."""
         course = Course(
@@ -330,7 +316,7 @@ class Ledger:
             version=self.version,
             finished=self.finished,
             rules=self.rules,
-            counts=self.counts(),
+            counts=self.items.counts(),
             members=self.roster.all(now, course),
             publication=self.newest,
             buffered_bytes=self.items.held_bytes,
@@ -355,7 +341,7 @@ class Ledger:
     def _pool_for(self, policy_version: int, rules: Rules) -> Pool | None:
         if self.evaluation.wants(policy_version):
             return self.evaluation.pool
-        admitted = self.items.held_bytes < rules.max_buffer_bytes and staleness.admitted(
+        admitted = self.items.may_sample_more(rules) and staleness.admitted(
             policy_version=policy_version,
             version=self.version,
             batches_out=len(self.items.batches),
@@ -387,7 +373,7 @@ class Ledger:
             pool.end(head.lease_id)
             pool.queue(grant.item)
             return PushOutcome.ABANDONED
-        if not self.has_room(len(body)):
+        if not self.items.has_room(len(body), self._open()):
             return None
         pool.end(head.lease_id)
         self.serial += 1

@@ -135,6 +135,7 @@ class RedisBroker(Caller):
                 if why := refusal(error):
                     raise why from error
                 silence.check(obstacle(self._url, error))
+                self._redis.connection_pool.disconnect()  # the address may lead elsewhere by now
                 time.sleep(max(0.0, min(pause, silence.left_s())))
                 pause = min(2 * pause, LAST_PAUSE_S)
             else:

@@ -6,13 +6,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import msgpack
+
 from broker import calls
 from broker.calls import Bodies
 from broker.codec import decode, encode
 from broker.contract import PushOutcome
 from broker.heads import BatchHead, LeaseHead, is_eval, position_of, refuse_misfit, refuse_misnamed_items, round_version
 from broker.messages import Counts, DeadItem, EndedItem, Member, MemberState, Publication, Rules, RunState
-from broker.reasons import short
+from broker.reasons import printable, short
 from broker.standing import Course, shown
 from broker.wellformed import refuse_senseless
 
@@ -59,7 +61,7 @@ def _report(call: calls.Report, bodies: Bodies) -> Request:
         "state": member.state.value,
         "version": member.policy_version,
         "incarnation": member.incarnation,
-        "error": member.error,
+        "error": printable(member.error),
         "life": member.life,
     }
     args = {
@@ -68,7 +70,7 @@ def _report(call: calls.Report, bodies: Bodies) -> Request:
         "error": short(member.error),
         "leases": list(member.leases),
     }
-    return Request(args, [encode(member)])
+    return Request(args, [encode(replace(member, error=printable(member.error)))])
 
 
 def _publish(call: calls.Publish, bodies: Bodies) -> Request:
@@ -133,7 +135,8 @@ def _dead(call: calls.ReadDead, value: Any, bodies: list[bytes], read: ReadBodie
 
 
 def _state(call: calls.ReadState, value: Any, blobs: list[bytes], read: ReadBodies) -> Answer:
-    rules, publication, *members = blobs
+    rules, publication, packed = blobs
+    members = msgpack.unpackb(packed, raw=True)
     books = ("fed", "queued", "leased", "buffered", "training", "trained", "durable")
     counts = Counts(
         **{name: value[name] for name in books},
@@ -198,7 +201,7 @@ READERS: dict[type[calls.Call[Any]], Callable[[Any, Any, list[bytes], ReadBodies
     calls.EvalResults: _eval_results,
     calls.LeasePrompts: _leases,
     calls.Push: _outcomes,
-    calls.HasRoom: _truth,
+    calls.WorthPushing: _truth,
     calls.ReadPublication: _publication,
     calls.ReadState: _state,
     calls.ReadDead: _dead,

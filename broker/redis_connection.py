@@ -17,6 +17,9 @@ from broker.errors import BrokerError
 SOCKET_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 2.0  # one try; short, so that a person hears soon what is waited for
 
+# Answers of a server that another call may find changed: a failover, somebody's long script, a resharding.
+PASSING = re.compile(r"(^|: -?)(BUSY|READONLY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|NOREPLICAS|LOADING)\b")
+
 # What the client sends itself, and what lua/*.lua calls: a user with these and no more can run the ledger.
 CLIENT_COMMANDS = ("info", "eval", "evalsha", "hmget", "select", "ping", "subscribe", "unsubscribe")
 SCRIPT_COMMANDS = (
@@ -75,6 +78,7 @@ def refusal(error: redis.exceptions.RedisError) -> BrokerError | None:
         return BrokerError(f"Redis refused the user or password of broker.url: {error}")
     if any(words in str(error) for words in ("NOPERM", "permissions", "can't run this command")):
         return BrokerError(f"the user of broker.url may not do that in Redis (docs/broker.md, Security): {error}")
-    if isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError):
+    passing = isinstance(error, redis.exceptions.ConnectionError | redis.exceptions.TimeoutError)
+    if passing or PASSING.search(str(error)) or isinstance(error, redis.exceptions.ReadOnlyError):
         return None
     return BrokerError(f"Redis answered with an error: {error}")

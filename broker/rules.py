@@ -57,6 +57,13 @@ def is_stale(tokens_per_version: Mapping[int, int], *, version: int, max_stalene
     )
 
 
+def may_sample_more(
+    *, held_bytes: int, leased: int, buffered: int, groups_per_step: int, max_buffer_bytes: int
+) -> bool:
+    """Whether the bytes held allow one more lease: never fewer than the batch being gathered needs."""
+    return held_bytes < max_buffer_bytes or leased + buffered < groups_per_step
+
+
 def has_room(*, held_bytes: int, size: int, buffered: int, groups_per_step: int, max_buffer_bytes: int) -> bool:
     """Whether a group of ``size`` bytes may enter the buffer.
 

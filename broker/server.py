@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 CLIENTS_REMEMBERED = 16384  # last answers kept for a request sent again; the longest silent client is forgotten first
 LONGEST_PAUSE_S = 3600.0  # ZeroMQ counts milliseconds in 32 bits
+LONGEST_WAIT_S = 3600.0  # of a call; who still wants to wait asks again
+SWEEP_AT = 1024
 REQUESTS_PER_TURN = 64  # taken in before waiters are looked at, so that a busy sender cannot hold up the rest
 
 
@@ -86,6 +88,7 @@ class BrokerServer:
         self._waiting: dict[object, OrderedDict[bytes, Session]] = {}  # alike ones together, first come first served
         self._deadlines: list[tuple[float, int, bytes]] = []  # with the request's number; may hold what has ended
         self._outbox: list[tuple[bytes, list[bytes], tuple[LeaseHead, ...]]] = []
+        self._sweep_at = SWEEP_AT
         self._seen_changes = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_address = f"inproc://broker-stop-{uuid.uuid4().hex}"
@@ -102,7 +105,7 @@ class BrokerServer:
         self._door = Door(self._router, keys, self.ledger)
         self.url = self._bind(config)
         if store is not None and store.load(self.ledger, clock()):
-            log.info("the ledger is back: version %d, %s", self.ledger.version, self.ledger.counts())
+            log.info("the ledger is back: version %d, %s", self.ledger.version, self.ledger.items.counts())
 
     def run(self, stop: threading.Event) -> None:
         """Serves until ``stop`` is set, then closes."""
@@ -165,12 +168,12 @@ class BrokerServer:
             log.warning("refused a request: %s", str(error)[:TEXT_CHARACTERS])
             self._post(sender, error_reply(head.request_id if head else NO_REQUEST, error))
             return
-        session = Session(head.request_id, call, bodies, self._clock() + head.wait_s)
+        session = Session(head.request_id, call, bodies, self._clock() + min(head.wait_s, LONGEST_WAIT_S))
         self._remember(sender, session)
         if not self._try(sender, session):
             session.alike = waits_alike(call)
             self._waiting.setdefault(session.alike, OrderedDict())[sender] = session
-            heapq.heappush(self._deadlines, (session.deadline, session.request_id, sender))
+            self._end_at(session.deadline, session.request_id, sender)
 
     def _repeat(self, sender: bytes, session: Session, head: RequestHead) -> None:
         """The client did not see an answer in time: say it again, or that the call still waits."""
@@ -239,6 +242,15 @@ class BrokerServer:
             self._stop_waiting(sender, session)
 
     # -- waiters -----------------------------------------------------------------------------------------------
+    def _end_at(self, deadline: float, request_id: int, sender: bytes) -> None:
+        """Notes a waiter's deadline; those of calls that have ended are swept out when they are the most."""
+        heapq.heappush(self._deadlines, (deadline, request_id, sender))
+        if len(self._deadlines) > self._sweep_at:
+            waiting = {(one.request_id, name) for bucket in self._waiting.values() for name, one in bucket.items()}
+            self._deadlines = [one for one in self._deadlines if one[1:] in waiting]
+            heapq.heapify(self._deadlines)
+            self._sweep_at = SWEEP_AT + 2 * len(self._deadlines)
+
     def _stop_waiting(self, sender: bytes, session: Session) -> None:
         if session.alike is None:
             return

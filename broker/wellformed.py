@@ -11,7 +11,7 @@ from broker.errors import Refused
 from broker.messages import Completion, Frontier, Group, Rules
 
 MOST_INCARNATIONS = 1 << 20
-MOST_STEPS = 1 << 50  # versions and positions, which are counted on from where a learner says that it is
+MOST_STEPS = 10**13  # versions and positions; Lua writes numbers with 14 digits
 _TOKEN = re.compile(r"[!-~]{1,64}")
 _TOLD_CHARACTERS = 300
 
@@ -21,7 +21,10 @@ def refuse_malformed(group: Group) -> None:
     if group.prompt.token_ids.ndim != 1:
         raise Refused(f"item {group.prompt.item}: prompt tokens of shape {group.prompt.token_ids.shape}")
     for index, completion in enumerate(group.completions):
-        problem = _problem(completion)
+        try:
+            problem = _problem(completion)
+        except (TypeError, AttributeError, ValueError, IndexError) as error:  # a field of another type
+            problem = str(error)
         if problem:
             raise Refused(f"item {group.prompt.item}, completion {index}: {problem}")
 

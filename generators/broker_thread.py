@@ -51,7 +51,7 @@ class BrokerThread:
             try:
                 client = client or self._connect()
                 value, error = ask(client), None
-            except Exception as raised:  # handed to whoever awaits the answer
+            except BaseException as raised:  # handed to whoever awaits the answer
                 value, error = None, raised
             if self._loop.is_closed():
                 break
@@ -60,7 +60,7 @@ class BrokerThread:
             client.close()
 
 
-def _settle(answer: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+def _settle(answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
     if answer.done():
         return
     if error is not None:

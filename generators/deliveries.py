@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 
 from broker.contract import PushOutcome
-from broker.errors import Refused
+from broker.errors import BufferFull, Refused
 from broker.messages import Group
 from broker.rules import GROUPS_PER_CALL
 from generators.broker_thread import BrokerThread
 
 
 class Deliveries:
-    """Pushes in the order in which they were asked for; a release does not wait for the pushes before it."""
+    """Pushes in the order in which they were asked for; a release does not wait for them.
 
-    def __init__(self, thread: BrokerThread) -> None:
-        self._thread = thread
+    Args:
+        thread: whose calls may wait for room in the buffer.
+        releases: for the rest.
+    """
+
+    def __init__(self, thread: BrokerThread, releases: BrokerThread) -> None:
+        self._thread, self._releases = thread, releases
         self._waiting: deque[tuple[Group, asyncio.Future[PushOutcome]]] = deque()
         self._pushing: asyncio.Task[None] | None = None
 
@@ -31,7 +35,7 @@ class Deliveries:
 
     async def release(self, *, lease_id: str, error: str) -> None:
         """See broker.contract.Broker."""
-        await self._thread.call(lambda broker: broker.release(lease_id=lease_id, error=error))
+        await self._releases.call(lambda broker: broker.release(lease_id=lease_id, error=error))
 
     def close(self) -> None:
         """Closes the client behind the push under way, without waiting; pushes whose turn has not come fail."""
@@ -53,18 +57,22 @@ class Deliveries:
         if not groups:
             return
         try:
-            _settle(wanted, await self._thread.call(lambda broker: broker.push_all(groups)))
+            found = await self._thread.call(lambda broker: broker.push_all(groups))
         except Exception as error:  # handed to whoever awaits the outcome
-            if isinstance(error, Refused) and len(wanted) > 1:
-                _settle(wanted, error.settled)
+            settled = error.settled if isinstance(error, Refused | BufferFull) else {}
+            left = [outcome for i, (_, outcome) in enumerate(wanted) if i not in settled]
+            for i, one in settled.items():
+                _settle(wanted[i][1], one)
+            if isinstance(error, Refused) and len(left) > 1:
                 raise
-            for _, outcome in wanted:
+            for outcome in left:
                 if not outcome.done():
                     outcome.set_exception(error)
+        else:
+            for (_, outcome), one in zip(wanted, found, strict=True):
+                _settle(outcome, one)
 
 
-def _settle(wanted: Sequence[tuple[Group, asyncio.Future[PushOutcome]]], found: Sequence[PushOutcome]) -> None:
-    """Tells the first ones what became of their groups."""
-    for (_, outcome), one in zip(wanted, found, strict=False):
-        if not outcome.done():
-            outcome.set_result(one)
+def _settle(outcome: asyncio.Future[PushOutcome], found: PushOutcome) -> None:
+    if not outcome.done():
+        outcome.set_result(found)

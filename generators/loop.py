@@ -120,7 +120,7 @@ class _Generator:
         self._reports, self._publications, deliveries = (
             BrokerThread(broker, f"broker-{name}") for name in ("reports", "publications", "deliveries")
         )
-        self._deliveries = Deliveries(deliveries)
+        self._deliveries = Deliveries(deliveries, self._reports)
         self._polls = [BrokerThread(broker, f"broker-leases-{i}") for i in range(POLLERS)]
         self._changed = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()

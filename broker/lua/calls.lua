@@ -212,7 +212,8 @@ local function leased_before()
   local packed = redis_at('GET', 'leased:' .. args.member_id)
   local before = packed and cmsgpack.unpack(packed)
   local given = { token = args.token, leases = {}, prompts = {} }
-  for i, lease in ipairs(before and before.token == args.token and before.leases or {}) do
+  local same = before and before.token == args.token and args.incarnation == number('incarnation', -1)
+  for i, lease in ipairs(same and before.leases or {}) do
     if redis_at('HEXISTS', (is_eval(lease[3]) and 'eval' or 'train') .. ':grants', lease[1]) == 1 then
       table.insert(given.leases, lease)
       table.insert(given.prompts, before.prompts[i])
@@ -222,6 +223,9 @@ local function leased_before()
 end
 
 function calls.LeasePrompts()
+  if args.max_prompts < 1 then
+    return refused(string.format('a lease of %d prompts', args.max_prompts))
+  end
   if is_finished() then
     return { 'finished', scalars.finished }
   end
@@ -307,8 +311,15 @@ function calls.Push()
   return ok(outcomes)
 end
 
-function calls.HasRoom()
-  return ok(not is_open() or has_room(args.size))
+function calls.WorthPushing()
+  if is_finished() then
+    return { 'finished', scalars.finished }
+  end
+  local settled = not is_open()
+  for _, lease_id in ipairs(args.lease_ids) do
+    settled = settled or not grant_of('train', lease_id)
+  end
+  return ok(settled or has_room(args.size))
 end
 
 function calls.Release()

@@ -15,7 +15,9 @@ end
 
 local function admitted(policy_version)
   local known = policy_version >= 0 and policy_version <= number('version') + 1
-  local room = outstanding() < window() and number('held_bytes', 0) < number('max_buffer_bytes')
+  local gathered = redis_at('HLEN', 'train:grants') + redis_at('SCARD', 'buffer')
+  local bytes = number('held_bytes', 0) < number('max_buffer_bytes') or gathered < number('groups_per_step')
+  local room = outstanding() < window() and bytes
   return known and room and policy_version >= oldest_admitted()
 end
 

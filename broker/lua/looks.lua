@@ -107,11 +107,11 @@ function calls.ReadState()
   for i = 1, #seen, 2 do
     state.silent_s[seen[i]] = now - tonumber(seen[i + 1])
   end
-  local members = {}
+  local members = {} -- packed as one: there may be more than a call can return one by one
   for _, pair in ipairs(state.shown) do
     table.insert(members, redis_at('HGET', 'members', pair[1]))
   end
-  return ok(state, redis_at('GET', 'rules') or '', redis_at('GET', 'publication') or '', unpack(members))
+  return ok(state, redis_at('GET', 'rules') or '', redis_at('GET', 'publication') or '', cmsgpack.pack(members))
 end
 
 expire()

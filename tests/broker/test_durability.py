@@ -147,10 +147,10 @@ def test_leases_have_their_whole_time_again_and_members_say_themselves_that_they
     clock[0] = 3.0  # a monotonic clock starts anew with its machine
     second = BrokerServer(config, clock=lambda: clock[0], store=Store(tmp_path))
     second.ledger.expire(7.9)
-    assert (second.ledger.counts().leased, second.ledger.roster.members) == (1, {})
+    assert (second.ledger.items.counts().leased, second.ledger.roster.members) == (1, {})
     assert second.ledger.revision > revision, "who waits for news looks again"
     second.ledger.expire(8.0)
-    assert (second.ledger.counts().leased, second.ledger.counts().queued) == (0, 1)
+    assert (second.ledger.items.counts().leased, second.ledger.items.counts().queued) == (0, 1)
     second.close()
 
 

@@ -132,7 +132,7 @@ def test_groups_in_front_of_a_refused_one_have_their_outcomes(hub: Any, make: An
     groups[18] = make.group(leases[18], prompt=leases[20].prompt)
     with pytest.raises(Refused, match="is for item 18, not for 20") as refusal:
         broker.push_all(groups)
-    assert refusal.value.settled == (PushOutcome.ACCEPTED,) * 16
+    assert refusal.value.settled == dict.fromkeys(range(16), PushOutcome.ACCEPTED)
     assert broker.state().counts.buffered == 16
 
 

@@ -80,7 +80,7 @@ class Run:
         return taken[1] if taken else None
 
     def outstanding(self) -> int:
-        counts = self.ledger.counts()
+        counts = self.ledger.items.counts()
         assert counts.balanced(), counts
         return counts.leased + counts.buffered + counts.training
 
@@ -142,7 +142,7 @@ def test_c36_a_slow_prompt_is_trained_as_often_as_it_is_in_the_data_and_nothing_
         trained += [group.prompt.position for group in run.train() or ()]
     share = sum(position % 10 == 0 for position in trained) / len(trained)
     assert 0.08 <= share <= 0.12
-    assert run.ledger.counts().events == {}
+    assert run.ledger.items.counts().events == {}
 
 
 def test_c41_three_rollouts_that_never_return_are_replaced_and_counted(run: Run, make: Any) -> None:
@@ -154,7 +154,7 @@ def test_c41_three_rollouts_that_never_return_are_replaced_and_counted(run: Run,
     assert run.ledger.next_deadline() == 2.0
     run.now = 2.0
     run.ledger.expire(run.now)
-    assert run.ledger.counts().events == {"expired": 3}
+    assert run.ledger.items.counts().events == {"expired": 3}
     for lease in run.lease(128, who="replacement"):
         assert lease.attempt == 2
         run.answer(lease)
@@ -173,7 +173,7 @@ def test_c43_the_feed_goes_on_over_epochs_and_its_tail_waits_instead_of_hanging(
         trained += [group.prompt.position % 10 for group in run.train() or ()]
     assert (run.ledger.version, len(trained)) == (7, 28)
     assert run.train() is None
-    assert run.ledger.counts().buffered == 2
+    assert run.ledger.items.counts().buffered == 2
 
 
 @pytest.mark.parametrize("saved_at", range(1, 6))
@@ -195,7 +195,7 @@ def test_c64_wherever_a_learner_dies_every_item_is_trained_once_into_what_surviv
         if run.ledger.version == saved_at:
             run.ledger.durable(version=saved_at)
     run.open(version=saved_at, frontier=frontier)
-    while (counts := run.ledger.counts()).queued or counts.buffered or counts.leased:
+    while (counts := run.ledger.items.counts()).queued or counts.buffered or counts.leased:
         for lease in run.lease(3):
             run.answer(lease)
         batch = run.train()
@@ -237,7 +237,7 @@ def test_c62_memory_is_of_the_window_once_items_are_durable(run: Run, make: Any)
     items: TrainingItems = run.ledger.items
     sizes = [len(items.pool.items), len(items.pool._heap), len(items.pool._ends), len(items.trained_at)]
     assert max(*sizes, len(items.ended), len(items.frontier.beyond)) <= run.make.rules().window, sizes
-    assert run.ledger.counts().durable == 2000
+    assert run.ledger.items.counts().durable == 2000
 
 
 def test_reasons_cannot_grow_without_bound() -> None:

@@ -252,7 +252,7 @@ def test_prompts_for_a_client_that_died_waiting_are_queued_again_at_once(config:
     server.ledger.feed(["0", "1"], [b"", b""])
     server._ask_again()
     server._flush()
-    assert (server.ledger.counts().queued, server.ledger.counts().leased) == (2, 0)
+    assert (server.ledger.items.counts().queued, server.ledger.items.counts().leased) == (2, 0)
     assert not server._waiting
     server.close()
 

@@ -350,7 +350,11 @@ class Triplets(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         self.all(lambda broker: broker.dead_items())
-        self.all(lambda broker: broker._call(calls.HasRoom(size=200)))
+        self.all(
+            lambda broker: broker._call(
+                calls.WorthPushing(size=200, lease_ids=tuple(one.lease_id for one in self.leases[-2:]))
+            )
+        )
         self.all(lambda broker: broker.publication(after_attempt=0, wait_s=0))
         self.all(lambda broker: broker.eval_results(version=self.version, count=1, wait_s=0))
 

@@ -35,14 +35,14 @@ class Slow(LocalBroker):
             raise self.error
         if "bad" in names:
             refusal = Refused("bad")
-            refusal.settled = (PushOutcome.ACCEPTED,) * min(self.settles, names.index("bad"))
+            refusal.settled = dict.fromkeys(range(min(self.settles, names.index("bad"))), PushOutcome.ACCEPTED)
             raise refusal
         return tuple(PushOutcome.DUPLICATE if one == "late" else PushOutcome.ACCEPTED for one in names)
 
 
 async def pushed(broker: Slow, names: Sequence[str], *, cancel: Sequence[str] = ()) -> dict[str, Any]:
     """The first alone; the others while it is under way."""
-    deliveries = Deliveries(BrokerThread(lambda: broker, "deliveries"))
+    deliveries = Deliveries(BrokerThread(lambda: broker, "deliveries"), BrokerThread(lambda: broker, "releases"))
     tasks: dict[str, asyncio.Task[Any]] = {}
     for name in names:
         group: Any = name
