@@ -6,7 +6,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 ZMQ_FORMS = "tcp://HOST:PORT"
 REDIS_FORMS = "redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE], rediss://… (TLS) or unix:///PATH/TO/SOCKET[?db=N]"
@@ -15,6 +15,7 @@ BACKENDS = {"tcp": "zmq", "redis": "redis", "rediss": "redis", "unix": "redis"}
 TLS_FILES = frozenset({"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"})
 _TLS_OPTIONS = TLS_FILES | {"ssl_password", "ssl_cert_reqs", "ssl_check_hostname"}
 OPTIONS = {"tcp": frozenset[str](), "redis": frozenset({"db"}), "rediss": _TLS_OPTIONS | {"db"}, "unix": {"db"}}
+_ESCAPE = "in a password write @ / ? # as %40 %2F %3F %23"
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _PUBLIC = {  # RFC 5737 and 3849 documentation addresses; connecting UDP sends nothing
     "0.0.0.0": (socket.AF_INET, ("192.0.2.1", 9)),
@@ -47,21 +48,28 @@ def check_host(host: str) -> None:
 
 def check_url(url: str) -> None:
     """Raises ValueError, without the url's password, for a url that names no broker."""
+    escaped = f"; {_ESCAPE}" if _has_loose_signs(url) else ""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as error:  # brackets that do not match, a port that is no number below 65536
-        raise ValueError(f"is not a url; {ACCEPTED}") from error
+        raise ValueError(f"is not a url{escaped}; {ACCEPTED}") from error
     if parts.scheme not in BACKENDS or not url.startswith(f"{parts.scheme}://"):
         raise ValueError(f"names no broker; {ACCEPTED}")
     problem = _unix_problem(parts.netloc, parts.path) if parts.scheme == "unix" else _host_problem(url, host, port)
     if not problem and parts.fragment:
-        problem = "has a # in it; in a password write it as %23"
+        problem = "has a # in it" + ("" if escaped else f"; {_ESCAPE}")
     if not problem and parts.scheme in ("redis", "rediss") and not re.fullmatch(r"/?[0-9]*", parts.path):
         problem = "ends in something that is not a database's number"
     problem = problem or _option_problem(parts.scheme, parts.query)
     if problem:
-        raise ValueError(f"{problem}; {ACCEPTED}")
+        raise ValueError(f"{problem}{escaped}; {ACCEPTED}")
+
+
+def _has_loose_signs(url: str) -> bool:
+    """Whether the part before the last @ holds a sign that ends a url's host: in a password, most likely."""
+    secret, at, _ = url.partition("://")[2].rpartition("@")
+    return bool(at and re.search(r"[@/?#]", secret))
 
 
 def _host_problem(url: str, host: str, port: int | None) -> str:
@@ -109,8 +117,8 @@ def without_password(url: str) -> str:
     after = url[len(parts.scheme) + len("://") + len(parts.netloc) :]
     if parts.scheme not in BACKENDS or ("@" in after and (parts.netloc or parts.scheme != "unix")):
         return shown  # a password with a /, ? or # in it, most likely
-    options = urlencode([pair for pair in parse_qsl(parts.query) if "password" not in pair[0]], safe="/:")
-    place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    options = "&".join(pair for pair in parts.query.split("&") if "password" not in unquote(pair.partition("=")[0]))
+    place = f"{url[: len(parts.scheme)]}://{parts.netloc.rpartition('@')[2]}{parts.path}"
     return f"{place}?{options}" if options else place
 
 
@@ -118,6 +126,17 @@ def resolve(host: str) -> str:
     """The address to bind; an IPv4 one where a name has both. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return str(min(found, key=lambda one: one[0] != socket.AF_INET)[4][0])
+
+
+def unknown_host(url: str) -> str:
+    """Why the url's host has no address now, in words; empty where it has one, or needs none."""
+    host = urlsplit(url).hostname
+    try:
+        if host:
+            resolve(host)
+    except OSError as error:
+        return f"broker.url={without_password(url)}: {host} does not resolve: {error.strerror}"
+    return ""
 
 
 def bracketed(host: str) -> str:

@@ -63,6 +63,20 @@ class BrokerConfig(StrictModel):
         check_host(host)
         return host
 
+    @field_validator("namespace")
+    @classmethod
+    def _namespace_is_one(cls, namespace: str) -> str:
+        if not namespace.isprintable() or "{" in namespace or "}" in namespace:
+            raise ValueError("expected a text without braces and control characters: it stands in braces in every key")
+        return namespace
+
+    @field_validator("data_dir", "key_file")
+    @classmethod
+    def _names_a_place(cls, place: str) -> str:
+        if not place.isprintable():
+            raise ValueError("expected a path without newlines and other control characters")
+        return place
+
     @field_validator("url")
     @classmethod
     def _url_names_a_broker(cls, url: str, info: ValidationInfo) -> str:

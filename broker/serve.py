@@ -53,6 +53,10 @@ def _serve_redis(config: BrokerConfig, *, ready: Callable[[str], None], stop: th
         watcher.start()
         stop.wait()
         if ended.is_set():
-            raise BrokerError("the Redis server of this run has ended by itself")
+            kept = f" (broker.data_dir = {folder})" if folder else ""
+            raise BrokerError(
+                f"the Redis server of this run has ended by itself, with exit status {server.wait()}{kept}; its last "
+                f"lines:\n{server.last_words()}"
+            )
     finally:
         server.stop()

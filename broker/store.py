@@ -14,6 +14,7 @@ from typing import Any
 
 from broker.codec import decode, encode
 from broker.errors import BrokerError, Refused
+from broker.folder import IN_USE, make_private
 from broker.heads import BatchHead
 from broker.items import Dead, Ended, Held
 from broker.ledger import Ledger
@@ -59,7 +60,8 @@ class Store:
         self._path = folder / FILE
         self._written: bytes = b""
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private(folder)
+            self._path.touch(mode=0o600)  # SQLite gives its WAL the same mode
             self._sqlite = sqlite3.connect(self._path, timeout=5.0, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error) from error
@@ -138,7 +140,9 @@ class Store:
         rows.changed.clear()
 
     def _unusable(self, error: Exception) -> BrokerError:
-        return BrokerError(f"the broker's state in {self._path} (broker.data_dir) cannot be used: {error}")
+        in_use = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY  # the low byte of the kinds of it
+        why = IN_USE if in_use else str(error)
+        return BrokerError(f"the broker's state in {self._path} (broker.data_dir) cannot be used: {why}")
 
 
 def _tables(ledger: Ledger) -> dict[str, tuple[Rows[Any, Any], Any]]:

@@ -124,7 +124,9 @@ def _explain(error: ValidationError, values: Mapping[str, object]) -> Iterator[s
         expected = [_EXPECTED[details["type"]] for details in branches if details["type"] in _EXPECTED]
         if len(expected) == len(branches):
             value = _shown(key, branches[0]["input"])
-            yield f"{key}={value}: expected {' or '.join(dict.fromkeys(expected))}"
+            text = set(expected) == {"a text"} and not isinstance(branches[0]["input"], str | None)
+            quoting = "; quote it: " + f'{key}: "…" in a file, {key}=\'"…"\' in a shell' if text else ""
+            yield f"{key}={value}: expected {' or '.join(dict.fromkeys(expected))}{quoting}"
         else:
             yield from (_line(key, details) for details in branches)
 

@@ -124,8 +124,9 @@ def parser() -> argparse.ArgumentParser:
         if name == "generator":
             command.add_argument("--id", default="", help="name among the members; default: host and process id")
         if name == "ledger":
-            command.add_argument("--dead", action="store_true", help="list the prompts that were given up")
-            command.add_argument("--watch", action="store_true", help="go on until the run has finished")
+            either = command.add_mutually_exclusive_group()
+            either.add_argument("--dead", action="store_true", help="list the prompts that were given up")
+            either.add_argument("--watch", action="store_true", help="go on until the run has finished")
         if name == "requeue":
             command.add_argument("--all-dead", action="store_true", help="all of them; else name the items")
         command.add_argument(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from broker.address import check_url, without_password
+from broker.address import BACKENDS, check_url, without_password
 from broker.config import BrokerConfig
 from broker.lifetime import die_with
 from configs.load import ConfigError, load
@@ -60,7 +60,10 @@ def broker_url(args: argparse.Namespace, config: RunConfig) -> str:
     if not found and written.is_file():
         found = _checked(written.read_text(encoding="utf-8").strip(), str(written))
     if not found:
-        raise ConfigError(f"broker.url is empty: give broker.url=tcp://HOST:PORT, or set {BROKER_URL}")
+        raise ConfigError(
+            f"broker.url is empty, and there is no broker.url in {config.run_dir}: is the broker running? If it is on "
+            f"another machine, give broker.url=tcp://HOST:PORT, or set {BROKER_URL}"
+        )
     return found
 
 
@@ -70,6 +73,15 @@ def given_url(args: argparse.Namespace, config: RunConfig) -> str:
     if told and config.broker.url:
         return config.broker.url
     return _checked(os.environ.get(BROKER_URL, ""), BROKER_URL) or config.broker.url
+
+
+def told(args: argparse.Namespace, config: RunConfig) -> RunConfig:
+    """The configuration with the url of ``given_url``, for a launcher, which starts no broker beside that one."""
+    url = given_url(args, config)
+    if url == config.broker.url:
+        return config
+    backend = BACKENDS[url.partition(":")[0]]
+    return config.model_copy(update={"broker": config.broker.model_copy(update={"url": url, "backend": backend})})
 
 
 def _checked(url: str, source: str) -> str:

@@ -16,7 +16,7 @@ from broker.connect import Access
 from configs.run import RunConfig
 from generators.engine import Engine
 from launch import environment
-from launch.preflight import check_generator
+from launch.preflight import check_access, check_generator
 from launch.signals import SignalWatch
 from tasks.model import load_tokenizer, prepare_model
 
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     config, watch = environment.enter(args, args.id or "generator")
     url = environment.broker_url(args, config)
     check_generator(config)
+    check_access(environment.placed(config), url)
     environment.apply(environment.engine_environment(config))
     member_id = args.id or f"{socket.gethostname()}-{os.getpid()}"
     return asyncio.run(_generate(config, url, member_id, watch))

@@ -23,7 +23,7 @@ from configs.run import RunConfig
 from launch import environment
 from launch.children import Children
 from launch.generator_role import model_directory
-from launch.preflight import check_learner
+from launch.preflight import check_access, check_learner
 from launch.resumption import Standing, completed, going_on, standing
 from launch.run_folder import LEARNER, claim, draw, keep_config
 from launch.step_lines import SHOWN, StepLines, silent
@@ -53,6 +53,7 @@ def _ranks(args: argparse.Namespace) -> int:
     if (found := standing(config)).complete:
         return _complete(config, url, found)
     check_learner(config)
+    check_access(environment.placed(config), url)
     with (
         # Bound here and handed down: a port that is probed and bound later can be taken in between.
         socket.create_server(("127.0.0.1", 0)) as listener,

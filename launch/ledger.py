@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal as size
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from broker.address import unknown_host
 from broker.connect import connect
 from broker.contract import Broker
+from broker.errors import BrokerError
 from broker.messages import Counts, DeadItem, RunState
 from configs.load import ConfigError, load
 from launch.environment import asking, broker_url, placed
+from telemetry.plain import plain
 
 _WATCH_S = 1.0
 
@@ -45,6 +50,8 @@ def requeue(args: argparse.Namespace) -> int:
     """Queues dead prompts again; exit code 1 when one that was named is not among them."""
     if bool(args.items) == args.all_dead:
         raise ConfigError("name the items to queue again, or give --all-dead (slipstream ledger --dead lists them)")
+    if strange := [item for item in args.items if not re.fullmatch("[0-9]+", item)]:
+        raise ConfigError(f"{plain(', '.join(strange))}: not an item number (slipstream ledger --dead lists them)")
     with _client(args) as client:
         items = [one.item for one in client.dead_items()] if args.all_dead else list(dict.fromkeys(args.items))
         known = {one.item for one in client.dead_items()}
@@ -59,7 +66,10 @@ def requeue(args: argparse.Namespace) -> int:
 @contextmanager
 def _client(args: argparse.Namespace, *, patient: bool = False) -> Iterator[Broker]:
     config = load(args.config, args.overrides)
-    client = connect(placed(config) if patient else asking(args, config), broker_url(args, config))
+    url = broker_url(args, config)
+    if unknown := unknown_host(url):  # a person waits, so not for the name to become known, as a role would
+        raise BrokerError(unknown)
+    client = connect(placed(config) if patient else asking(args, config), url)
     try:
         yield client
     finally:
@@ -67,7 +77,13 @@ def _client(args: argparse.Namespace, *, patient: bool = False) -> Iterator[Brok
 
 
 def _look(state: RunState) -> RenderableType:
-    return Group(table(state), verdict(state.counts), *([members(state)] if state.members else []))
+    return Group(table(state), verdict(state.counts), *_course(state), *([members(state)] if state.members else []))
+
+
+def _course(state: RunState) -> list[str | Text]:
+    if state.finished:
+        return [Text(f"the run has finished: {plain(state.finished)}")]
+    return ["no run is open yet"] if state.incarnation < 0 else []
 
 
 def table(state: RunState) -> Table:
@@ -80,14 +96,14 @@ def table(state: RunState) -> Table:
         rows.add_row(name, str(getattr(counts, name)))
     for name, reasons in (("filtered", counts.filtered), ("dead", counts.dead)):
         for reason, count in sorted(reasons.items()):
-            rows.add_row(f"{name} ({reason})", str(count))
+            rows.add_row(_cell(f"{name} ({reason})"), str(count))
     rows.add_section()
     rows.add_row("sum", str(counts.total()))
     rows.add_row("fed", str(counts.fed))
     rows.add_section()
     rows.add_row("held, of at most", _fill(state), style="dim")
     for name, count in sorted(counts.events.items()):
-        rows.add_row(name, str(count), style="dim")
+        rows.add_row(_cell(name), str(count), style="dim")
     return rows
 
 
@@ -98,7 +114,7 @@ def members(state: RunState) -> Table:
         rows.add_column(name)
     for one in state.members:
         version = str(one.policy_version) if one.policy_version >= 0 else ""
-        rows.add_row(one.member_id, one.state.value, version, str(len(one.leases)), one.error[:80])
+        rows.add_row(_cell(one.member_id), one.state.value, version, str(len(one.leases)), _cell(one.error[:80]))
     return rows
 
 
@@ -108,10 +124,15 @@ def graves(dead: tuple[DeadItem, ...], counts: Counts) -> RenderableType:
     for name in ("item", "attempts", "last error"):
         rows.add_column(name)
     for one in dead:
-        rows.add_row(one.item, str(one.attempts), one.error)
+        rows.add_row(_cell(one.item), str(one.attempts), _cell(one.error))
     older = sum(counts.dead.values()) - len(dead)
     note = f"and {older} older ones, whose prompts are not kept" if older > 0 else ""
     return Group(rows, note) if note else rows
+
+
+def _cell(text: str) -> Text:
+    """Not a plain str, in which rich would obey what stands in brackets."""
+    return Text(plain(text))
 
 
 def verdict(counts: Counts) -> str:

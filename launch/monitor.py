@@ -13,6 +13,7 @@ from broker.contract import Broker
 from broker.errors import BrokerError
 from broker.messages import RunState
 from telemetry.live import Progress, View
+from telemetry.plain import plain
 from telemetry.tail import Tail
 
 _LOG = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Monitor:
             return "the broker has not been heard of"
         counts = state.counts
         members = [
-            f"{m.member_id} {m.state.value} at version {m.policy_version}" + (f" ({m.error})" if m.error else "")
+            plain(f"{m.member_id} {m.state.value} at version {m.policy_version}" + (f" ({m.error})" if m.error else ""))
             for m in state.members
         ]
         return (

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
+from broker.address import unknown_host
+from broker.config import BrokerConfig
+from broker.keys import client_keys
 from broker.messages import Split
 from configs.load import ConfigError
 from configs.run import RunConfig
@@ -14,6 +18,8 @@ from tasks.config import TaskConfig
 from tasks.loading import TaskError, described, load_function
 from tasks.model import check_model
 from tasks.prompts import load_items
+
+log = logging.getLogger(__name__)
 
 
 def check_run(config: RunConfig) -> None:
@@ -37,6 +43,21 @@ def check_generator(config: RunConfig) -> None:
     check_engine(config)
     check_rewards(config.task, timeout_s=config.generator.reward_timeout_s)
     check_model(config.model)
+
+
+def check_access(config: BrokerConfig, url: str) -> None:
+    """The keys or the TLS files for the broker at ``url`` can be read. Raises BrokerError that names the setting.
+
+    A host without an address is told and no error: a role may be started before its broker's name is known.
+    """
+    if url.startswith("tcp:"):
+        client_keys(config, url)
+    else:
+        from broker.redis_connection import open_redis  # the redis client is only needed here
+
+        open_redis(url).close()
+    if unknown := unknown_host(url):
+        log.warning("%s; waiting for that, up to broker.reconnect_timeout_s = %g", unknown, config.reconnect_timeout_s)
 
 
 def check_engine(config: RunConfig) -> None:

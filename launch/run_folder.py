@@ -14,6 +14,7 @@ from configs.run import RunConfig
 
 LAUNCHER = ".lock"
 LEARNER = ".learner.lock"
+BROKER = ".broker.lock"
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _UNUSABLE = {
@@ -23,8 +24,8 @@ _UNUSABLE = {
 
 
 def claim(run_dir: Path, role: str) -> int:
-    """One LAUNCHER and one LEARNER a folder: launchers would write into each other's logs, and a second learner would
-    cut the metrics and set aside the checkpoints of the first.
+    """One LAUNCHER, one LEARNER and one BROKER a folder: launchers would write into each other's logs, a second learner
+    would cut the metrics and set aside the checkpoints of the first, and a second broker would take its members.
 
     Returns the descriptor that holds the claim; the kernel gives it up with this process, however that ends.
     Raises ConfigError when another process holds it.
@@ -35,7 +36,9 @@ def claim(run_dir: Path, role: str) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise ConfigError(f"another run is going on in {run_dir}; choose another experiment=NAME") from None
+        going_on = "the broker of this run is running" if role == BROKER else "another run is going on"
+        way_out = "stop it, or choose" if role == BROKER else "choose"
+        raise ConfigError(f"{going_on} in {run_dir}; {way_out} another experiment=NAME") from None
     return lock
 
 

@@ -22,6 +22,7 @@ from configs.run import RunConfig
 from launch import environment
 from launch.children import Child, Children
 from launch.step_lines import SHOWN
+from telemetry.plain import plain
 
 _BROKER_START_S = 30.0
 _RESTARTS = 3  # of one role
@@ -86,7 +87,7 @@ class Supervisor:
             return self._url
         reader, writer = os.pipe()
         try:
-            env = environment.child(**{environment.READY_FD: str(writer)})
+            env = _without_url(environment.child(**{environment.READY_FD: str(writer)}))
             child = self._start("broker", "broker", env=env, pass_fds=(writer,))
             os.close(writer)
             writer = -1
@@ -135,7 +136,7 @@ class Supervisor:
         if name == "learner":
             self._start(name, "learner", env=env)
         elif name == "broker":
-            self._start(name, "broker", f"broker.port={urlsplit(self._url).port}", env=env)
+            self._start(name, "broker", f"broker.port={urlsplit(self._url).port}", env=_without_url(env))
         else:
             self._start(name, "generator", "--id", name, env=env)
 
@@ -192,6 +193,11 @@ class Supervisor:
             )
 
 
+def _without_url(env: dict[str, str]) -> dict[str, str]:
+    """For our broker, which would take a url for that of another one."""
+    return {name: value for name, value in env.items() if name != environment.BROKER_URL}
+
+
 def tail(log: Path | None) -> str:
     """The end of a log."""
     return "\n".join("  | " + line for line in _end(log, 0, _TAIL_BYTES)[-25:])
@@ -210,9 +216,9 @@ def last_error(log: Path | None, start: int = 0) -> str:
 
 
 def _end(log: Path | None, start: int, most: int) -> list[str]:
-    """The lines from byte ``start`` on, of the last ``most`` bytes."""
+    """The lines from byte ``start`` on, of the last ``most`` bytes, to be shown on a terminal."""
     if log is None or not log.is_file():
         return []
     with log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - most))
-        return file.read().decode("utf-8", errors="replace").splitlines()
+        return [plain(line) for line in file.read().decode("utf-8", errors="replace").splitlines()]

@@ -16,7 +16,7 @@ from configs import show
 from configs.load import load
 from configs.run import RunConfig
 from launch.children import Children
-from launch.environment import placed
+from launch.environment import placed, told
 from launch.monitor import Monitor
 from launch.preflight import check_run
 from launch.resumption import Standing, completed, going_on, standing
@@ -29,7 +29,7 @@ from telemetry.summary import summarize
 
 def run(args: argparse.Namespace) -> int:
     """Runs until the learner has finished, something failed, or a signal came; a complete run is left as it is."""
-    config = load(args.config, args.overrides)
+    config = told(args, load(args.config, args.overrides))
     found = standing(config)
     if found.complete:
         print(completed(config, found))

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.messages import Member, MemberState, RunState
+from telemetry.plain import plain
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -108,7 +109,7 @@ class PlainView:
         """Prints the steps that are new, and before the first one what the run is doing."""
         if progress.note and progress.note != self._note and not progress.last:
             self._note = progress.note
-            self._print(progress.note)
+            self._print(plain(progress.note))
         for record in progress.fresh:
             if number(record, "step") % self._every_steps == 0:
                 self._print(step_line(record, progress))
@@ -143,7 +144,7 @@ def screen(progress: Progress) -> RenderableType:
     head.add_row(bar, f"step {step:.0f}/{progress.total_steps}  {elapsed}")
     parts: list[RenderableType] = [head, _numbers(progress), _generators(progress)]
     if progress.note:
-        parts.append(Text(progress.note, style="dim"))
+        parts.append(Text(plain(progress.note), style="dim"))
     return Panel(Group(*parts), title=progress.title, expand=True)
 
 
@@ -179,9 +180,8 @@ def _generators(progress: Progress) -> Table:
     for member in progress.generators:
         lag = "" if member.policy_version < 0 else f"version {member.policy_version}"
         rate = member.stats.get("tokens_per_s", 0.0)
-        table.add_row(
-            Text(member.member_id, style="bold"), member.state.value, lag, f"{rate:,.0f} tok/s", member.error[:60]
-        )
+        name, error = Text(plain(member.member_id), style="bold"), Text(plain(member.error[:60]))
+        table.add_row(name, member.state.value, lag, f"{rate:,.0f} tok/s", error)
     return table
 
 

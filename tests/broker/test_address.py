@@ -89,3 +89,37 @@ def test_without_a_route_a_server_on_every_address_is_reached_here() -> None:
 
     assert reachable_host("0.0.0.0", route=nowhere) == "127.0.0.1"
     assert reachable_host("::", route=nowhere) == "::1"
+
+
+@pytest.mark.parametrize("name", ["a{b", "a}b", "{a}", "a\nb", "a\x00", "\x1b[31m", "\udc00"])
+def test_a_namespace_that_would_break_the_keys_hash_tag_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="without braces and control characters"):
+        BrokerConfig(namespace=name)
+    assert BrokerConfig(namespace="my project/my run, ünï").namespace == "my project/my run, ünï"
+
+
+@pytest.mark.parametrize("setting", ["data_dir", "key_file"])
+def test_a_path_of_several_lines_is_refused(setting: str) -> None:
+    for path in ("a\nb", "a\x00b"):
+        with pytest.raises(ValidationError, match="without newlines"):
+            BrokerConfig.model_validate({setting: path})
+    assert getattr(BrokerConfig.model_validate({setting: "a 'b' \"c\""}), setting) == "a 'b' \"c\""
+
+
+@pytest.mark.parametrize("sign", ["/", "?", "#", "@/"])
+@pytest.mark.parametrize("before", ["hunter2", "123"])
+def test_a_sign_in_a_password_that_ends_the_host_is_told_with_its_escape(sign: str, before: str) -> None:
+    with pytest.raises(ValidationError, match=r"in a password write @ / [?] # as %40 %2F %3F %23"):
+        BrokerConfig(url=f"redis://user:{before}{sign}x@h:1/0")
+
+
+@pytest.mark.parametrize(
+    "url", ["Redis://h:1", "TCP://h:1", "redis://Head:1/0", "rediss://h/0?ssl_ca_certs=/a%20b&db=1"]
+)
+def test_a_url_is_shown_as_it_was_typed(url: str) -> None:
+    assert without_password(url) == url
+
+
+def test_the_password_of_a_key_file_is_not_shown_however_it_is_spelled() -> None:
+    for name in ("ssl_password", "ssl%5Fpassword", "ssl_p%61ssword"):
+        assert without_password(f"rediss://h/0?ssl_keyfile=/k&{name}=hunter2") == "rediss://h/0?ssl_keyfile=/k"

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from broker.codec import encode
 from broker.config import BrokerConfig
 from broker.connect import connect
 from broker.contract import Broker
 from broker.errors import BrokerError, NoOpenRun
+from broker.folder import IN_USE
 from broker.messages import SCHEMA_VERSION, Frontier, Member, MemberState, Publication
 from broker.serve import serve
 from broker.server import BrokerServer
@@ -157,7 +159,7 @@ def test_a_folder_in_use_foreign_or_of_another_schema_is_refused_by_name(tmp_pat
         return BrokerServer(BrokerConfig(), store=Store(folder))
 
     running = start(tmp_path / "used")
-    with pytest.raises(BrokerError, match=r"used.*broker\.data_dir.*locked"):
+    with pytest.raises(BrokerError, match=rf"used.*broker\.data_dir.*{IN_USE}"):
         start(tmp_path / "used")
     running.close()
     start(tmp_path / "used").close()
@@ -233,3 +235,59 @@ def test_the_password_of_a_redis_with_a_folder_is_kept_where_only_its_owner_read
     assert len(passwords) == 1
     assert (tmp_path / PASSWORD_FILE).stat().st_mode & 0o077 == 0
     assert time.time() - (tmp_path / "appendonly.aof").stat().st_mtime < 3600
+
+
+@pytest.mark.service
+def test_a_redis_folder_has_one_broker_at_a_time_also_when_the_first_one_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "data"
+    config = BrokerConfig(backend="redis", durability="disk", data_dir=str(folder))
+    first = Killable(config)
+    with monkeypatch.context() as soon:
+        soon.setattr("broker.folder.PATIENCE_S", 0.2)
+        with pytest.raises(BrokerError, match=rf"{folder}.*broker\.data_dir.*{IN_USE}"):
+            serve(config, ready=lambda url: None, stop=threading.Event())
+    assert first.client().state().counts.balanced()
+    first.kill()
+    first.start()
+    assert first.client().state().counts.balanced()
+    first.kill()
+
+
+@pytest.mark.parametrize("backend", ["zmq", pytest.param("redis", marks=pytest.mark.service)])
+def test_what_the_broker_keeps_is_for_its_owner_alone(backend: Any, tmp_path: Path, make: Any) -> None:
+    for folder in (tmp_path / "made", tmp_path / "there"):
+        if folder.name == "there":
+            folder.mkdir(mode=0o755)
+        broker = Killable(BrokerConfig(backend=backend, durability="disk", data_dir=str(folder)))
+        client = broker.client()
+        client.open_run(rules=make.rules(), version=0, frontier=Frontier())
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert len(files) >= 3 - (backend == "zmq" and 1)
+        assert [path for path in files if path.stat().st_mode & 0o077] == []
+        client.close()
+        broker.kill()
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "there").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.service
+@pytest.mark.parametrize("name", ["with a space", 'a "quote" and \\', "it's # ünï", "new\nline"])
+def test_a_redis_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    from broker.redis_server import RedisServer
+
+    server = RedisServer(BrokerConfig(backend="redis"), data_dir=tmp_path / name)
+    server.stop()
+    assert (tmp_path / name / "appendonly.aof").exists()
+
+
+@pytest.mark.service
+def test_a_redis_that_ends_by_itself_is_told_with_its_folder_and_its_last_words(tmp_path: Path) -> None:
+    def kill(url: str) -> None:
+        redis.Redis.from_url(url).shutdown(nosave=True)
+
+    config = BrokerConfig(backend="redis", durability="disk", data_dir=str(tmp_path))
+    with pytest.raises(BrokerError, match=rf"broker\.data_dir = {tmp_path}(.|\n)*bye bye") as caught:
+        serve(config, ready=kill, stop=threading.Event())
+    assert (tmp_path / "redis.password").read_text() not in str(caught.value)

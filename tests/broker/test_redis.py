@@ -202,6 +202,19 @@ def test_c113_a_busy_port_names_the_setting(server: RedisServer) -> None:
         RedisServer(BrokerConfig(backend="redis", port=server.port))
 
 
+@pytest.mark.parametrize("port", [0, 6399])
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("nobody.invalid", r"broker\.host = 'nobody\.invalid' does not resolve"),
+        ("192.0.2.1", r"cannot bind broker\.host = '192\.0\.2\.1', broker\.port = {port}: Cannot assign"),
+    ],
+)
+def test_a_host_that_is_not_ours_is_named_with_its_setting(host: str, told: str, port: int) -> None:
+    with pytest.raises(BrokerError, match=told.format(port=port)):
+        RedisServer(BrokerConfig(backend="redis", host=host, port=port))
+
+
 def test_stopping_removes_the_process_and_its_files() -> None:
     server = RedisServer(BrokerConfig(backend="redis"))
     server.stop()

@@ -54,6 +54,8 @@ def test_an_empty_value_is_the_empty_text() -> None:
         ("learner.optim.lr=.nan", ["learner.optim.lr", "expected a finite number"]),
         ("model.tie_word_embeddings=yes", ["model.tie_word_embeddings", "expected true or false"]),
         ("rollout.on_stale=keep", ["rollout.on_stale", "'mask' or 'drop'"]),
+        ("broker.host=::", ["broker.host=", "expected a text; quote it: "]),
+        ("experiment=5", ["experiment=5: expected a text; quote it: "]),
         ("rollout=3", ["rollout=3", "expected a section"]),
         ("task.options.x=[1]", ["task.options.x=[1]", "expected a text or an integer or a number or true or false"]),
         ("generator.count=-1", ["generator.count=-1", "greater than or equal to 0"]),

@@ -92,6 +92,51 @@ def test_the_ledger_of_a_running_broker_is_shown_without_naming_its_url(tmp_path
     assert "queued" in shown.stdout
 
 
+def refused(tmp_path: Path, *overrides: str, **env: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*COMMAND, f"output_dir={tmp_path}", *overrides],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, **env},
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_a_second_broker_of_a_run_is_refused_and_leaves_the_first_ones_url(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    url = url_of(tmp_path)
+    code, told = refused(tmp_path)
+    assert (code, "the broker of this run is running in" in told) == (2, True)
+    code, told = refused(tmp_path, f"broker.port={url.rpartition(':')[2]}")
+    assert code == 2
+    assert url_of(tmp_path) == url
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=10.0)
+    again = started(tmp_path)  # the claim ended with it
+    again.terminate()
+    again.wait(timeout=10.0)
+
+
+def test_a_broker_takes_away_its_own_url_alone(tmp_path: Path) -> None:
+    process = started(tmp_path)
+    written = tmp_path / "slipstream" / "quickstart" / "broker.url"
+    written.write_text("tcp://10.0.0.1:1\n")
+    process.terminate()
+    assert process.wait(timeout=10.0) == 143
+    assert written.read_text() == "tcp://10.0.0.1:1\n"
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:1", "redis://:hunter2@127.0.0.1:1/0"])
+def test_a_broker_that_is_told_of_another_one_does_not_start(url: str, tmp_path: Path) -> None:
+    for code, told in (refused(tmp_path, f"broker.url={url}"), refused(tmp_path, SLIPSTREAM_BROKER_URL=url)):
+        assert code == 2
+        assert "broker.url names an existing broker; `slipstream broker` starts one: unset it" in told
+        assert "hunter2" not in told
+
+
 @pytest.mark.service
 def test_c122_the_redis_server_has_a_password_that_nobody_sees(tmp_path: Path) -> None:
     process = started(tmp_path, "broker.backend=redis")

@@ -17,7 +17,9 @@ def url_given(tmp_path: Path, *overrides: str) -> str:
 
 def test_the_url_is_taken_from_where_it_was_told_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.BROKER_URL, raising=False)
-    with pytest.raises(ConfigError, match=r"broker\.url is empty"):
+    with pytest.raises(
+        ConfigError, match=rf"no broker\.url in {tmp_path}/slipstream/quickstart: is the broker running\?"
+    ):
         url_given(tmp_path)
     written = environment.url_file(load("quickstart", [f"output_dir={tmp_path}"]))
     written.parent.mkdir(parents=True)
@@ -36,6 +38,15 @@ def test_the_launchers_word_with_the_password_wins_over_the_file_without_it(
     monkeypatch.setenv(environment.BROKER_URL, "redis://:secret@h:1/0")
     args = argparse.Namespace(overrides=[])
     assert environment.broker_url(args, load(file)) == "redis://:secret@h:1/0"
+
+
+def test_a_launcher_starts_no_broker_beside_the_one_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, config = argparse.Namespace(overrides=[]), load("quickstart")
+    monkeypatch.delenv(environment.BROKER_URL, raising=False)
+    assert environment.told(args, config) == config
+    monkeypatch.setenv(environment.BROKER_URL, "redis://:secret@h:1/0")
+    broker = environment.told(args, config).broker
+    assert (broker.url, broker.backend) == ("redis://:secret@h:1/0", "redis")
 
 
 def test_the_brokers_keys_are_named_after_the_run_unless_they_have_a_name() -> None:

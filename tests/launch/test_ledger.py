@@ -120,8 +120,65 @@ def test_watching_ends_with_the_run(url: str, client: Broker, capsys: pytest.Cap
     assert run(capsys, "ledger", "--watch", f"broker.url={url}")[0] == 0
 
 
+def test_the_dead_are_not_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, "ledger", "--watch", "--dead")
+
+
 @pytest.mark.parametrize("words", [(), ("1", "--all-dead")])
 def test_requeue_wants_to_know_what(words: tuple[str, ...], url: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(capsys, "requeue", *words, f"broker.url={url}")
     assert code == 2
     assert "--all-dead" in text
+
+
+STRANGE = "bad \udc00 \x1b[31m [/red] [bold]\nline"
+SHOWN = r"bad \udc00 \x1b[31m [/red] [bold]\nline"
+
+
+def test_texts_of_others_are_printed_and_never_obeyed(
+    url: str, client: Broker, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for lease in client.lease(member_id="g", policy_version=0, incarnation=0, max_prompts=1, wait_s=0):
+        client.release(lease_id=lease.lease_id, error=STRANGE)
+    client.report(
+        Member(
+            member_id=STRANGE,
+            role="generator",
+            state=MemberState.SERVING,
+            policy_version=0,
+            incarnation=0,
+            host="h",
+            pid=1,
+            error=STRANGE,
+        )
+    )
+    code, text = run(capsys, "ledger", f"broker.url={url}")
+    assert (code, text.count(SHOWN)) == (0, 2)
+    code, dead = run(capsys, "ledger", "--dead", f"broker.url={url}")
+    assert (code, dead.count(SHOWN.partition(r"\n")[0])) == (0, 1)
+    (text + dead).encode()
+    assert "\x1b[31m" not in text + dead
+
+
+def test_what_is_no_item_is_refused_before_anybody_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "requeue", "1", "abc", "2.5", "broker.url=tcp://127.0.0.1:9")
+    assert (code, "abc, 2.5: not an item number" in text) == (2, True)
+
+
+@pytest.mark.parametrize("broker", ["tcp://nobody.invalid:1", "redis://:hunter2@nobody.invalid:1/0"])
+def test_a_host_that_does_not_resolve_is_told_at_once(broker: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "ledger", f"broker.url={broker}", "broker.reconnect_timeout_s=600")
+    assert (code, "nobody.invalid does not resolve" in text, "hunter2" in text) == (1, True, False)
+
+
+def test_a_run_that_is_not_open_yet_and_one_that_has_finished_are_told_apart(
+    url: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    assert "no run is open yet" in run(capsys, "ledger", f"broker.url={url}")[1]
+    client: Broker = request.getfixturevalue("client")
+    text = run(capsys, "ledger", f"broker.url={url}")[1]
+    assert "no run is open" not in text and "finished" not in text
+    client.finish("5 steps are done")
+    assert "the run has finished: 5 steps are done" in run(capsys, "ledger", f"broker.url={url}")[1]

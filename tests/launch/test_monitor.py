@@ -1,14 +1,18 @@
 """What the launcher knows of a run from beside it."""
 
+import io
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+
+from rich.console import Console
 
 from broker.errors import BrokerUnreachable
 from broker.local import LocalBroker
 from broker.messages import Frontier, Member, MemberState, Rules
 from launch.monitor import Monitor
-from telemetry.live import PlainView, Progress
+from telemetry.live import PlainView, Progress, screen
 from telemetry.sink import JsonlSink
 
 RULES = Rules(
@@ -101,3 +105,17 @@ def test_a_broker_that_cannot_be_reached_stops_the_view_and_not_the_run(tmp_path
     with Monitor(connect, tmp_path, progress, Seen(), refresh_s=0.02) as monitor:
         pass
     assert monitor.obstacle() == "the broker has not been heard of"
+
+
+def test_what_a_member_says_of_itself_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    broker, view = LocalBroker(), Seen()
+    with monitor_of(broker, tmp_path, view) as monitor:
+        broker.open_run(rules=RULES, version=0, frontier=Frontier())
+        broker.report(replace(member(0), member_id="gen\x1b[2J", error="[/b] \udc00"))
+        shown = view.wait_for(lambda p: bool(p.generators))
+    console = Console(width=200, file=io.StringIO())
+    console.print(screen(shown))
+    assert isinstance(console.file, io.StringIO)
+    for text in (console.file.getvalue(), monitor.obstacle()):
+        assert r"gen\x1b[2J" in text and r"[/b] \udc00" in text
+        assert "\x1b" not in text and "\udc00" not in text

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from broker.config import BrokerConfig
 from broker.messages import Frontier
 from configs.load import load
-from launch.preflight import check_generator, check_learner, check_run
+from launch.preflight import check_access, check_generator, check_learner, check_run
 from learners.checkpoint import Checkpoints
 
 CORES = len(os.sched_getaffinity(0))
@@ -116,3 +117,34 @@ def test_no_check_costs_a_heavy_import(check: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+UNREADABLE = [
+    ("tcp://10.0.0.5:1", "broker.key_file = {dir}/nowhere.key: No such file or directory"),
+    ("rediss://h:1/0?ssl_ca_certs=/nowhere.pem", "broker.url: ssl_ca_certs=/nowhere.pem cannot be read"),
+]
+
+
+@pytest.mark.parametrize("command", ["learner", "generator"])
+@pytest.mark.parametrize(("url", "told"), UNREADABLE)
+def test_a_role_that_cannot_get_in_says_so_once_before_anything_loads(
+    command: str, url: str, told: str, tmp_path: Path
+) -> None:
+    script = (
+        "import sys; from launch.cli import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(code, sorted({'torch', 'vllm', 'transformers', 'deepspeed'} & set(sys.modules)))"
+    )
+    settings = [f"broker.url={url}", f"broker.key_file={tmp_path}/nowhere.key", f"output_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, command, *settings], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "1 []\n", done.stderr
+    assert done.stderr.startswith("slipstream: BrokerError: ")
+    assert done.stderr.count(told.format(dir=tmp_path)) == 1
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_host_that_is_not_known_yet_is_told_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    check_access(BrokerConfig(), "redis://:hunter2@nobody.invalid:1/0")
+    assert "nobody.invalid does not resolve" in caplog.text and "hunter2" not in caplog.text

@@ -15,7 +15,7 @@ from configs.load import load
 from configs.run import RunConfig
 from launch.children import Children
 from launch.signals import Stopped
-from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor, last_error
+from launch.supervisor import Heartbeat, NoProgress, RoleFailed, Supervisor, last_error, tail
 
 BROKER = (
     "import os, time; os.write(int(os.environ['SLIPSTREAM_READY_FD']), b'tcp://127.0.0.1:1\\n');"
@@ -84,11 +84,18 @@ def test_a_learner_that_fails_ends_the_run_with_its_own_error_and_code(tmp_path:
     assert caught.value.exit_code == 9
 
 
+def test_what_a_log_says_is_shown_and_not_obeyed(tmp_path: Path) -> None:
+    (log := tmp_path / "gen0.log").write_bytes(b"one\nslipstream: \x1b[2Jtwo\n")
+    assert tail(log) == "  | one\n  | slipstream: \\x1b[2Jtwo"
+    assert last_error(log) == "slipstream: \\x1b[2Jtwo"
+
+
 def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
     # It dies once the learner runs, and the learner finishes once the second broker has left its mark.
     running, mark = tmp_path / "running", tmp_path / "mark"
     broker = (
         "import os, pathlib, time; fd = os.environ.get('SLIPSTREAM_READY_FD')\n"
+        "assert 'SLIPSTREAM_BROKER_URL' not in os.environ\n"
         "if fd:\n"
         "    os.write(int(fd), b'tcp://127.0.0.1:4321\\n')\n"
         f"    while not pathlib.Path({str(running)!r}).exists(): time.sleep(0.01)\n"
@@ -101,6 +108,12 @@ def test_a_killed_broker_comes_back_at_its_old_address(tmp_path: Path) -> None:
     )
     asked, _ = supervise(config_of(tmp_path), tmp_path, {"broker": broker, "learner": learner, "generator": SLEEPS})
     assert [words for words in asked if words[0] == "broker"] == [("broker",), ("broker", "broker.port=4321")]
+
+
+def test_our_broker_is_never_told_of_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_BROKER_URL", "tcp://127.0.0.1:9")
+    alone = "import os; assert 'SLIPSTREAM_BROKER_URL' not in os.environ\n"
+    supervise(config_of(tmp_path), tmp_path, {"broker": alone + BROKER, "learner": "pass", "generator": SLEEPS})
 
 
 def test_a_killed_redis_broker_ends_the_run_because_the_next_one_would_have_another_password(tmp_path: Path) -> None:
