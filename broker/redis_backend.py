@@ -132,7 +132,7 @@ class RedisBroker(Caller):
             try:
                 found = attempt()
             except redis.exceptions.RedisError as error:
-                if why := refusal(error):
+                if why := refusal(self._url, error):
                     raise why from error
                 silence.check(obstacle(self._url, error))
                 self._redis.connection_pool.disconnect()  # the address may lead elsewhere by now

@@ -64,7 +64,7 @@ def obstacle(url: str, error: redis.exceptions.RedisError) -> str:
     return f"{error} (does it want TLS there? then: rediss://)" if hung_up else str(error)
 
 
-def refusal(error: redis.exceptions.RedisError) -> BrokerError | None:
+def refusal(url: str, error: redis.exceptions.RedisError) -> BrokerError | None:
     """The error in our words if it is one for good; None if the server may be reached later."""
     cause: BaseException | None = error
     while cause is not None:
@@ -74,7 +74,14 @@ def refusal(error: redis.exceptions.RedisError) -> BrokerError | None:
         if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
             return BrokerError("the Redis at broker.url does not speak TLS there: redis:// instead of rediss://")
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, redis.exceptions.AuthenticationError):
+    wrong_user = isinstance(error, redis.exceptions.AuthenticationError)
+    if "NOAUTH" in str(error) or (wrong_user and not urlsplit(url).password):
+        return BrokerError("Redis wants a password, and broker.url has none: redis://USER:PASSWORD@HOST:PORT/0")
+    if "DB index is out of range" in str(error):
+        return BrokerError(
+            f"broker.url: Redis has no database {urlsplit(url).path.strip('/')}: leave it out, or take 0"
+        )
+    if wrong_user:
         return BrokerError(f"Redis refused the user or password of broker.url: {error}")
     if any(words in str(error) for words in ("NOPERM", "permissions", "can't run this command")):
         return BrokerError(f"the user of broker.url may not do that in Redis (docs/broker.md, Security): {error}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 import socket
 import ssl
 import subprocess
@@ -247,9 +248,18 @@ def test_c53_a_server_of_ours_on_every_address_tells_one_that_others_reach_and_w
     host = server.url.rpartition("@")[2].rpartition(":")[0]
     assert host == reachable_host("0.0.0.0") != "0.0.0.0"
     one_group(config, server.url, make)
-    with pytest.raises(BrokerError, match=r"password of broker\.url"):
+    with pytest.raises(BrokerError, match=r"wants a password, and broker\.url"):
         connect(config, f"redis://{host}:{server.port}/0").state()
     server.stop()
     ours = RedisServer(BrokerConfig(backend="redis", host="::1"))
     one_group(config, ours.url, make)
     ours.stop()
+
+
+@pytest.mark.service
+def test_a_url_without_the_password_and_one_with_a_database_that_is_not_there_say_so(redis_server: Any) -> None:
+    bare = re.sub(r"//.*@", "//", redis_server.url)
+    with pytest.raises(BrokerError, match=r"wants a password, and broker\.url has none"):
+        connect(BrokerConfig(backend="redis"), bare).state()
+    with pytest.raises(BrokerError, match=r"broker\.url: Redis has no database 99"):
+        connect(BrokerConfig(backend="redis"), re.sub(r"/\d*$", "/99", redis_server.url)).state()
