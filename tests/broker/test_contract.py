@@ -276,7 +276,9 @@ def test_a_release_without_error_costs_nothing(opened: Broker, make: Any) -> Non
     assert opened.state().counts.events == {"released": 5}
 
 
-def test_malformed_groups_are_refused_and_the_lease_stays(opened: Broker, make: Any) -> None:
+def test_c39_groups_whose_parts_have_not_grown_together_are_refused_and_the_lease_stays(
+    opened: Broker, make: Any
+) -> None:
     opened.feed(make.prompts(range(2)))
     one, other = lease(opened, n=2)
     whole = make.completion()
