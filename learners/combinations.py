@@ -47,9 +47,9 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if loss in _BOUNDED and _ratio_is_one(algorithm):
         yield (
-            f"algorithm.correction.kind={correction} with algorithm.proximal=start leaves algorithm.loss={loss} a ratio "
-            "that is always 1, as a batch is one optimizer step; set algorithm.correction.kind=none, or "
-            "algorithm.proximal=interpolated"
+            f"algorithm.correction.kind={correction} with algorithm.proximal=start leaves algorithm.loss={loss} nothing "
+            "to bound: a batch is one optimizer step, so the ratio to the start of the step is 1; set "
+            "algorithm.correction.kind=none, or algorithm.proximal=interpolated"
         )
     if loss == "ppo" and _ratio_is_one(algorithm):
         clip = (algorithm.clip_low, algorithm.clip_high)
@@ -75,8 +75,8 @@ def _correction(algorithm: AlgorithmConfig) -> Iterator[str]:
     correction = algorithm.correction
     if correction.kind == "none" and algorithm.proximal != "start":
         yield (
-            f"algorithm.proximal={algorithm.proximal} is of no use with algorithm.correction.kind=none, where the ratio "
-            "is to the behavior policy; set algorithm.proximal=start, or algorithm.correction.kind=truncate"
+            f"algorithm.proximal={algorithm.proximal} is of no use with algorithm.correction.kind=none, where the "
+            "ratio is to the behavior policy; set algorithm.proximal=start, or algorithm.correction.kind=truncate"
         )
     if correction.kind == "mask" and correction.floor >= correction.cap:
         yield (
@@ -98,6 +98,6 @@ def _rest(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.kl_coef:
         yield (
-            f"algorithm.kl_coef={algorithm.kl_coef:g} needs a reference model, which the learner does not have yet; set "
-            "algorithm.kl_coef=0"
+            f"algorithm.kl_coef={algorithm.kl_coef:g} needs a reference model, which the learner does not have yet; "
+            "set algorithm.kl_coef=0"
         )

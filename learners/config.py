@@ -77,7 +77,9 @@ class AlgorithmConfig(StrictModel):
     loss: str = Field("ppo", description=_one_of(LOSS_NAMES))
     clip_low: float = Field(0.2, ge=0, description="the ratio is clipped below 1 minus this")
     clip_high: float = Field(0.2, ge=0, description="the ratio is clipped above 1 plus this")
-    dual_clip: float = Field(0.0, ge=0, description="of `ppo`: bound of the ratio where the advantage is negative; 0: none")
+    dual_clip: float = Field(
+        0.0, ge=0, description="of `ppo`: bound of the ratio where the advantage is negative; 0: none"
+    )
     dpo_beta: float = Field(0.1, gt=0, description="of `dpo`: scale of the difference of log-ratios")
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["start", "interpolated"] = Field(
