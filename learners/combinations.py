@@ -47,8 +47,8 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if loss in _BOUNDED and _ratio_is_one(algorithm):
         yield (
-            f"algorithm.correction.kind={correction} with algorithm.proximal=start leaves algorithm.loss={loss} nothing "
-            "to bound: a batch is one optimizer step, so the ratio to the start of the step is 1; set "
+            f"algorithm.correction.kind={correction} with algorithm.proximal=start leaves algorithm.loss={loss} "
+            "nothing to bound: a batch is one optimizer step, so the ratio to the start of the step is 1; set "
             "algorithm.correction.kind=none, or algorithm.proximal=interpolated"
         )
     if loss == "ppo" and _ratio_is_one(algorithm):

@@ -194,7 +194,7 @@ class Conductor:
             log.warning(
                 "%.0f %% of the loss tokens have correction weight 0 (log-ratio of a token %.3g on average, completion "
                 "ratios up to %.3g): widen algorithm.correction.floor and cap, or set algorithm.correction.level=token",
-                100 * stats.rejected_share, stats.kl_behavior_k1, stats.sequence_ratio_max,
+                100 * stats.rejected_share, -stats.kl_behavior_k1, stats.sequence_ratio_max,
             )  # fmt: skip
         state = self._feed.look()
         step = metrics(

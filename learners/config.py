@@ -40,7 +40,7 @@ class OptimConfig(StrictModel):
 
 
 class CorrectionConfig(StrictModel):
-    """Off-policy correction: each token's loss is weighed, without a gradient, by r = exp(logp_proximal - logp_behavior).
+    """Off-policy correction: each token's loss is weighed by r = exp(logp_proximal - logp_behavior), without gradient.
 
     Decoupled PPO (arXiv 2505.24298) is ``truncate`` at the level of tokens; docs/algorithms.md has them all.
     """
@@ -84,8 +84,8 @@ class AlgorithmConfig(StrictModel):
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["start", "interpolated"] = Field(
         "start",
-        description="the policy that the clip holds on to: the learner's at the start of the step, or the one of a step "
-        "before, between the behavior and the present one",
+        description="the policy that the clip holds on to: the learner's at the start of the step, or that of a step "
+        "before, estimated between the behavior and the present one",
     )
     loss_mean: str = Field("token", description=_one_of(LOSS_MEAN_NAMES))
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")

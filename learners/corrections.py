@@ -46,8 +46,8 @@ def mask(log_r_BT: Tensor, mask_BT: Tensor, correction: CorrectionConfig) -> tup
 def interpolated(behavior_logp_BT: Tensor, logp_BT: Tensor, staleness_BT: Tensor) -> Tensor:
     """[B, T] log-probabilities of the policy one learner step before the present one, without a forward pass.
 
-    logp_behavior + α (logp - logp_behavior), α = (v_proximal - v_behavior) / (v - v_behavior) with v_proximal = v - 1 and
-    the staleness v - v_behavior; 0 for a token of the present version (AReaL's log-linear approximation).
+    logp_behavior + α (logp - logp_behavior), α = (v_proximal - v_behavior) / (v - v_behavior) with v_proximal = v - 1
+    and the staleness v - v_behavior; α = 0 for a token of the present version (AReaL's log-linear approximation).
     """
     alpha_BT = (staleness_BT - 1).clamp(min=0) / staleness_BT.clamp(min=1)
     return behavior_logp_BT + alpha_BT * (logp_BT - behavior_logp_BT)

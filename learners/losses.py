@@ -1,8 +1,8 @@
 """Policy losses: each a pure function from a micro-batch's log-probabilities to the loss of every token.
 
 Legend: B rows, T positions. π: the policy in training. old: the policy that the ratio is to, which is the proximal one
-under a correction and the behavior one without. A: advantage. Only the numerator π has a gradient. All log-probabilities
-are 0 where a token carries no loss, so that no ratio there is anything but 1; what a loss returns there is left out.
+under a correction and the behavior one without. A: advantage. Only π has a gradient. All log-probabilities are 0 where
+a token carries no loss, so that no ratio there is anything but 1; what a loss returns there is left out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Loss = Callable[[PolicyRows, AlgorithmConfig], tuple[Tensor, Tensor]]
 def ppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """-min(ρ A, clip(ρ, 1 - ``clip_low``, 1 + ``clip_high``) A), with ρ = π / old.
 
-    PPO (arXiv 1707.06347, equation 7); two bounds as in DAPO (arXiv 2503.14476, equation 8). ``dual_clip`` c: where A is
-    negative, at most -c A (dual-clip PPO, arXiv 1912.09729), whatever the ratio.
+    PPO (arXiv 1707.06347, equation 7); two bounds as in DAPO (arXiv 2503.14476, equation 8). ``dual_clip`` c: where A
+    is negative, at most -c A (dual-clip PPO, arXiv 1912.09729), whatever the ratio.
     """
     rho_BT = exp(rows.logp_BT - rows.old_logp_BT)
     loss_BT, cut_BT = _clipped(rho_BT, rows.advantage_B1, algorithm)
@@ -69,9 +69,9 @@ def cispo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
 def dppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """-ρ A, and nothing for a token whose probability has moved too far the way that A pushes it.
 
-    Too far: π - old above ``clip_high`` where A is positive, below -``clip_low`` where it is negative; this difference is
-    the total variation of the two-valued distribution of the token against all others (DPPO-Binary-TV, arXiv 2602.04879).
-    A ratio would hold back rare tokens and let frequent ones go.
+    Too far: π - old above ``clip_high`` where A is positive, below -``clip_low`` where it is negative. This is the
+    total variation between the two policies' choices of this token or another (DPPO-Binary-TV, arXiv 2602.04879); a
+    ratio would hold back rare tokens and let frequent ones go.
     """
     moved_BT = (rows.logp_BT.exp() - rows.old_logp_BT.exp()).detach()
     up, down = rows.advantage_B1 > 0, rows.advantage_B1 < 0
@@ -97,8 +97,8 @@ def dpo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """-log sigmoid(``dpo_beta`` (h_best - h_worst)), h = log(π / old) of a whole completion.
 
     DPO (arXiv 2305.18290, equation 7) on the policy's own answers (online DPO, arXiv 2402.04792). Rows come in pairs,
-    the best of a group before its worst. Every token of a pair has the pair's loss, so that ``loss_mean: sequence`` makes
-    the mean over pairs. old is the policy that sampled: there is no reference model.
+    the best of a group before its worst. Every token of a pair has the pair's loss, so that ``loss_mean: sequence``
+    makes the mean over pairs. old is the policy that sampled: there is no reference model.
     """
     cut_BT = torch.zeros_like(rows.mask_BT)
     if len(rows.logp_BT) % 2:  # the row without loss that stands for an empty micro-batch

@@ -33,9 +33,10 @@ class WrongShape(SlipstreamError):
 class LossTerms(NamedTuple):
     """Sums over the loss tokens of one micro-batch. ``loss`` carries the gradient and is this part of the step's mean.
 
-    ``ratio`` and ``ratio_squared`` are of the learner's policy to the behavior policy, before any bound; ``ratio_max`` and
-    ``sequence_ratio_max`` the largest of a token and of a completion. ``clipped``: tokens whose ratio the loss or the
-    correction holds; ``rejected``: tokens whose correction weight is 0. ``kl_k1``, ``kl_k3``: of KL(behavior, current).
+    ``ratio`` and ``ratio_squared`` are of the learner's policy to the behavior policy, before any bound; ``ratio_max``
+    and ``sequence_ratio_max`` the largest of a token and of a completion. ``clipped``: tokens whose ratio the loss or
+    the correction holds; ``rejected``: tokens whose correction weight is 0. ``kl_k1``, ``kl_k3``: of KL(behavior,
+    current).
     """
 
     loss: Tensor

@@ -18,9 +18,9 @@ class StepStats:
     """One step, over all ranks. ``applied`` is False when the gradients were not finite: nothing has changed then.
 
     ``ratio_*`` are of the learner's policy at the start of the step to the behavior policy, per token and before any
-    bound; ``sequence_ratio_max`` that of a whole completion; ``ess_share`` the effective sample size of the token ratios,
-    (Σ r)² / Σ r², as a share of the tokens. ``kl_behavior`` (k3) and ``kl_behavior_k1`` estimate KL(behavior, current).
-    ``rejected_share``: correction weight 0. Shares, KL and ``entropy`` (nats) are means over loss tokens.
+    bound; ``sequence_ratio_max`` that of a whole completion; ``ess_share`` the effective sample size of the token
+    ratios, (Σ r)² / Σ r², as a share of the tokens. ``kl_behavior`` (k3) and ``kl_behavior_k1`` estimate KL(behavior,
+    current). ``rejected_share``: correction weight 0. Shares, KL and ``entropy`` (nats) are means over loss tokens.
     """
 
     version: int

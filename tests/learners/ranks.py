@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,17 @@ def rows(seed: int) -> list[TrainSequence]:
                 completion_ids=rng.integers(0, 64, L).astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=rng.uniform(-5, -3.5, L).astype(np.float32),
+                staleness=rng.integers(0, 4, L).astype(np.int32),
                 advantage=float(rng.normal()),
+                weight=0.0,
             )
         )
-    return made
+    return weighted(made)
+
+
+def weighted(made: list[TrainSequence]) -> list[TrainSequence]:
+    """With the weights of a mean over the tokens of the step."""
+    return [replace(row, weight=1 / sum(one.loss_tokens for one in made)) for row in made]
 
 
 def config(world: int, **changes: object) -> LearnerConfig:
@@ -158,7 +166,7 @@ def case_order(directory: Path, rank: int, world: int) -> None:
     one = policy(directory, rank, world)
     for name in ("gather", "all_gather", "all_reduce", "barrier", "broadcast"):
         recorded(name)
-    for sequences in (rows(1), rows(2)[:1], rows(3)):
+    for sequences in (rows(1), weighted(rows(2)[:1]), rows(3)):
         train(one, sequences, rank, world, budget=24)
         dump(one, directory / f"order-{one.version}.safetensors", rank)
     one.export(directory / "actor")

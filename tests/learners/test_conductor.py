@@ -21,9 +21,7 @@ from telemetry.sink import JsonlSink, read_jsonl
 from weights_sync.errors import NoReceiver
 from weights_sync.stats import PublishStats
 
-NUMBERS = dict.fromkeys(
-    ("lr", "loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior", "entropy"), 0.0
-)
+NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
 
 
 class Feed:
