@@ -22,12 +22,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "rloo": {"advantage": "rloo", "loss_mean": "constant"},
     "reinforce_pp": {"advantage": "reinforce_pp"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline"},
-    "dapo": {
-        "clip_high": 0.28,
-        "proximal": "interpolated",
-        "overlong_share": 0.2,
-        "zero_variance_groups": "skip",
-    },
+    "dapo": {"clip_high": 0.28, "proximal": "interpolated", "zero_variance_groups": "skip"},
     "gspo": _FROM_BEHAVIOR | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "loss_mean": "sequence"},
     "cispo": _FROM_BEHAVIOR | {"loss": "cispo", "clip_high": 4.0},
     "dppo": _FROM_BEHAVIOR | {"loss": "dppo", "clip_low": 0.15, "clip_high": 0.15},

@@ -88,3 +88,19 @@ def test_a_step_is_written_with_its_stale_groups_and_told_with_the_brokers_state
     assert [line["stale_groups"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [2, 2]
     assert [line["step"] for line, _ in told] == [1, 2]
     assert told[-1][1].counts.events == {"stale": 16}
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.1, False), (0.5, True)])
+def test_c26_who_rejects_much_is_warned_with_the_gap_of_tokens_and_of_completions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, share: float, warned: bool
+) -> None:
+    rank_0 = conductor(JsonlSink(tmp_path / "metrics.jsonl"), Feed(), SimpleNamespace(stats=PublishStats()))
+    assert rank_0.next_plan(0)(0.0)
+    seen = NUMBERS | {"rejected_share": share, "sequence_ratio_max": 3.32, "kl_behavior_k1": -0.012}
+    stats: Any = StepStats(version=1, applied=True, **seen)
+    rank_0.stepped(stats, Stopwatch())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warned
+    assert all(part in told[0] for part in ("50 %", "0.012", "3.32", "algorithm.correction") if warned)
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (line["rejected_share"], line["sequence_ratio_max"], line["kl_behavior_k1"]) == (share, 3.32, -0.012)

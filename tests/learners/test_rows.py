@@ -75,7 +75,7 @@ def test_a_mean_of_equal_losses_is_that_loss(uneven: Batch, loss_mean: str) -> N
 
 def test_c95_c100_cutting_the_step_into_ranks_and_micro_batches_keeps_every_weight(uneven: Batch) -> None:
     def plan_of(ranks: int, budget: int) -> list[TrainSequence]:
-        settings = AlgorithmConfig(recipe="dapo", overlong_share=0.0)
+        settings = AlgorithmConfig(recipe="dapo")
         prepared = prepare(
             uneven, version=1, rollout=ROLLOUT, algorithm=settings, ranks=ranks, token_budget=budget
         )  # fmt: skip
