@@ -201,6 +201,7 @@ class Conductor:
             batch=prepared.batch,
             staleness=prepared.staleness,
             stats=stats,
+            trained_tokens=prepared.plan.denominator,
             micro_batches=_count(prepared.plan.micro_batches),
             padding_share=prepared.padding_share,
             stale_groups=self._stale.since(state.counts),

@@ -25,7 +25,7 @@ def none(log_r_BT: Tensor, mask_BT: Tensor, correction: CorrectionConfig) -> tup
 def truncate(log_r_BT: Tensor, mask_BT: Tensor, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
     """min(r, ``cap``).
 
-    The weight of decoupled PPO (arXiv 2110.00641; for LLMs AReaL, arXiv 2505.24298, equation 5), truncated as in IMPALA
+    The weight of decoupled PPO (arXiv 2110.00641; for LLMs AReaL, arXiv 2505.24298), truncated as in IMPALA
     (arXiv 1802.01561, section 4.1). ``level`` makes r that of the whole completion, which is unbiased but spreads
     exponentially with its length (C26), or its geometric mean, which does not spread and is biased.
     """

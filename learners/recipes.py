@@ -37,11 +37,9 @@ def with_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     recipe = values.get("recipe", "grpo")
     filled = dict(values)
     for name, value in RECIPES.get(recipe, {}).items() if isinstance(recipe, str) else ():
-        given = filled.get(name)
-        if isinstance(value, Mapping):
-            filled[name] = {**value, **given} if isinstance(given, Mapping) else given or dict(value)
-        else:
-            filled.setdefault(name, value)
+        given = filled.setdefault(name, value)
+        if isinstance(value, Mapping) and isinstance(given, Mapping):
+            filled[name] = {**value, **given}
     return filled
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from learners.config import AlgorithmConfig
-from learners.kl import ESTIMATORS
+from learners.kl import ESTIMATORS, in_reward
 from learners.objective import LossTerms, Objective, WrongShape
 from learners.recipes import RECIPES
 from tasks.loading import TaskError
@@ -149,9 +150,12 @@ def test_kl_to_a_reference_is_added_with_its_gradient(estimator: str) -> None:
     assert terms.loss.item() != pytest.approx(step_loss(one, algorithm, one.logp))
 
 
-def test_the_estimators_agree_on_the_divergence_over_all_tokens() -> None:
-    import torch
+def test_kl_in_the_reward_is_the_sum_over_the_completion() -> None:
+    kl = torch.tensor([[0.5, -0.25, 0.0], [1.0, 0.0, 0.0]])
+    assert in_reward(torch.tensor([1.0, 2.0]), kl, 0.2).tolist() == pytest.approx([0.95, 1.8])
 
+
+def test_the_estimators_agree_on_the_divergence_over_all_tokens() -> None:
     p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.48, 0.34, 0.18], dtype=torch.float64)
     exact = (p * (p / q).log()).sum().item()
     means = {name: (p * estimate((q / p).log())).sum().item() for name, estimate in ESTIMATORS.items()}
