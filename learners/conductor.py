@@ -193,7 +193,7 @@ class Conductor:
         if stats.rejected_share > _MUCH_REJECTED:
             log.warning(
                 "%.0f %% of the loss tokens have correction weight 0 (log-ratio of a token %.3g on average, completion "
-                "ratios up to %.3g): widen algorithm.correction.floor and cap, or set algorithm.correction.level=token",
+                "ratios up to %.3g): widen algorithm.correction.floor and cap, or lower rollout.max_staleness",
                 100 * stats.rejected_share, -stats.kl_behavior_k1, stats.sequence_ratio_max,
             )  # fmt: skip
         state = self._feed.look()
