@@ -30,6 +30,11 @@ _ELSEWHERE = {
     "group_size": "rollout.completions_per_group",
     "max_new_tokens": "rollout.max_response_length",
     "max_steps": "learner.total_steps",
+    "adv_estimator": "algorithm.advantage",
+    "loss_agg_mode": "algorithm.loss_mean",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "kl_loss_coef": "algorithm.kl_coef",
     "off_policy_steps": "rollout.max_staleness",
     "num_generators": "generator.count",
     "num_workers": "generator.count",
@@ -184,6 +189,8 @@ def nearest(key: str) -> str:
     """The known key that ``key`` most likely means, or an empty text."""
     known = list(keys(RunConfig))
     leaf, section = key.rpartition(".")[2], key.rpartition(".")[0]
+    if leaf in _ELSEWHERE:
+        return _ELSEWHERE[leaf]
     words = {**_ELSEWHERE, **{name.rpartition(".")[2]: name for name in reversed(known)}}
     # Siblings are looked at last, so that of two equal names the one in the same section is meant.
     words |= {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from broker.config import BrokerConfig, RolloutConfig, Seconds, StrictModel
 from generators.config import GeneratorConfig
+from learners.combinations import check_group
 from learners.config import AlgorithmConfig, LearnerConfig
 from tasks.config import ModelConfig, TaskConfig
 from telemetry.config import TelemetryConfig
@@ -62,6 +63,7 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"rollout.groups_per_step x completions_per_group = {samples} is below learner.ranks = {ranks}"
             )
+        check_group(self.algorithm, completions_per_group=self.rollout.completions_per_group)
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.rollout.allow_truncated_sampling:
             raise ValueError(

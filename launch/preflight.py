@@ -14,6 +14,7 @@ from configs.load import ConfigError
 from configs.run import RunConfig
 from generators.scoring import Scorer
 from learners.checkpoint import MARKER, Checkpoints
+from learners.config import AlgorithmConfig
 from tasks.config import TaskConfig
 from tasks.loading import TaskError, described, load_function
 from tasks.model import check_model
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 def check_run(config: RunConfig) -> None:
     """Everything, for a launcher whose roles are all on this machine."""
     check_resume(config)
+    check_algorithm(config.algorithm)
     check_prompts(config)
     check_engine(config)
     check_rewards(config.task, timeout_s=config.generator.reward_timeout_s)
@@ -34,6 +36,7 @@ def check_run(config: RunConfig) -> None:
 def check_learner(config: RunConfig) -> None:
     """What a learner needs on its machine. Its first rank calls the prompts function, before it loads a model."""
     check_resume(config)
+    check_algorithm(config.algorithm)
     _importable(config.task.prompts, "task.prompts")
     check_model(config.model)
 
@@ -81,6 +84,14 @@ def check_resume(config: RunConfig) -> None:
         f"learner.checkpoint.resume={resume}: expected auto, never, or the directory of a complete checkpoint, "
         f"which holds {MARKER}; {offered}"
     )
+
+
+def check_algorithm(algorithm: AlgorithmConfig) -> None:
+    """The functions of the user's own that it names are there."""
+    named = {name: getattr(algorithm, name) for name in ("advantage", "loss", "loss_mean")}
+    for setting, reference in {**named, "correction.kind": algorithm.correction.kind}.items():
+        if ":" in reference:
+            _importable(reference, f"algorithm.{setting}")
 
 
 def check_prompts(config: RunConfig) -> None:

@@ -1,6 +1,6 @@
-"""From a batch to the micro-batches of every rank.
+"""From the rows of a batch to the micro-batches of every rank.
 
-    Batch ─sequences─► TrainSequence ─plan─► [rank][micro-batch][row] ─collate─► MicroBatch (tensors)
+    Batch ─trained_rows─► TrainSequence ─plan─► [rank][micro-batch][row] ─collate─► MicroBatch (tensors)
 
 Legend: P prompt tokens, L completion tokens, B rows, T model positions, K positions from the first that predicts a
 completion token. Every rank gets the same number of micro-batches, because a ZeRO-3 rank that has fewer leaves the
@@ -16,21 +16,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from broker.messages import Batch, Float32Array, Int32Array, UInt8Array
-from learners.advantages import Advantage
+from broker.messages import Float32Array, Int32Array, UInt8Array
 
 PAD_ID = 0  # any id will do: rows are padded on the right, where causal attention never looks, and carry no loss (C82)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSequence:
-    """One completion to train on, in context. ``prompt_ids`` [P], the other arrays [L]."""
+    """One completion to train on, in context. ``prompt_ids`` [P], the other arrays [L].
+
+    ``staleness`` of each token is in learner steps; ``weight`` is what its loss tokens weigh in the step's loss.
+    """
 
     prompt_ids: Int32Array
     completion_ids: Int32Array
     loss_mask: UInt8Array
     behavior_logprobs: Float32Array
+    staleness: Int32Array
     advantage: float
+    weight: float
 
     def __len__(self) -> int:
         """P + L."""
@@ -55,26 +59,9 @@ class MicroBatch:
     target_ids_BK: Tensor
     mask_BK: Tensor
     behavior_logp_BK: Tensor
+    staleness_BK: Tensor
     advantage_B: Tensor
-
-
-def sequences(batch: Batch, advantage: Advantage) -> list[TrainSequence]:
-    """The completions that have a token to train; those without still count in their group's baseline."""
-    rows = []
-    for group in batch.groups:
-        values = advantage([completion.reward for completion in group.completions])
-        for completion, value in zip(group.completions, values.tolist(), strict=True):
-            if completion.loss_mask.any():
-                rows.append(
-                    TrainSequence(
-                        prompt_ids=group.prompt.token_ids,
-                        completion_ids=completion.token_ids,
-                        loss_mask=completion.loss_mask,
-                        behavior_logprobs=completion.behavior_logprobs,
-                        advantage=value,
-                    )
-                )
-    return rows
+    weight_B: Tensor
 
 
 def plan(lengths: Sequence[int], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
@@ -94,6 +81,13 @@ def plan(lengths: Sequence[int], *, ranks: int, token_budget: int) -> list[list[
         for mine, rows in zip(planned, bins[i : i + ranks], strict=True):
             mine.append(rows)
     return planned
+
+
+def plan_pairs(lengths: Sequence[int], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
+    """``plan`` where rows 2 i and 2 i + 1 stay together, in this order."""
+    longest = [max(pair) for pair in zip(lengths[0::2], lengths[1::2], strict=True)]
+    planned = plan(longest, ranks=ranks, token_budget=max(1, token_budget // 2))
+    return [[[row for i in pairs for row in (2 * i, 2 * i + 1)] for pairs in mine] for mine in planned]
 
 
 def padding_share(planned: list[list[list[int]]], lengths: Sequence[int]) -> float:
@@ -132,13 +126,15 @@ def collate(rows: Sequence[TrainSequence], *, device: str = "cpu") -> MicroBatch
     B, K = max(1, len(rows)), T - first
     ids = np.full((B, T + 1), PAD_ID, np.int64)
     mask, behavior = np.zeros((B, K), bool), np.zeros((B, K), np.float32)
-    advantage = np.zeros(B, np.float32)
+    staleness = np.zeros((B, K), np.int64)
+    advantage, weight = np.zeros(B, np.float32), np.zeros(B, np.float32)
     for b, row in enumerate(rows):
         P, L = len(row.prompt_ids), len(row.completion_ids)
         ids[b, :P], ids[b, P : P + L] = row.prompt_ids, row.completion_ids
-        mask[b, P - 1 - first : P - 1 - first + L] = row.loss_mask
-        behavior[b, P - 1 - first : P - 1 - first + L] = row.behavior_logprobs
-        advantage[b] = row.advantage
+        columns = slice(P - 1 - first, P - 1 - first + L)
+        mask[b, columns], behavior[b, columns] = row.loss_mask, row.behavior_logprobs
+        staleness[b, columns] = row.staleness
+        advantage[b], weight[b] = row.advantage, row.weight
 
     def tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -148,5 +144,7 @@ def collate(rows: Sequence[TrainSequence], *, device: str = "cpu") -> MicroBatch
         target_ids_BK=tensor(ids[:, first + 1 :]),
         mask_BK=tensor(mask),
         behavior_logp_BK=tensor(behavior),
+        staleness_BK=tensor(staleness),
         advantage_B=tensor(advantage),
+        weight_B=tensor(weight),
     )

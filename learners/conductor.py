@@ -12,13 +12,14 @@ from torch import Tensor
 from broker.config import RolloutConfig
 from broker.errors import RunFinished
 from broker.messages import Batch, Frontier, RunState
-from learners.advantages import ADVANTAGES
-from learners.batching import padding_share, plan, sequences
+from learners.batching import padding_share, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
 from learners.feed import EndOfData
+from learners.losses import PAIRED
 from learners.report import StaleGroups, Stopwatch, fill, metrics, synced
+from learners.rows import trained_rows
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink
@@ -28,6 +29,7 @@ from weights_sync.stats import PublishStats
 log = logging.getLogger(__name__)
 
 END = b""
+_MUCH_REJECTED = 0.1  # of the loss tokens: by then the correction decides more than the rewards do (C26)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,9 @@ def prepare(
     bounded, staleness = apply_bound(
         batch, version=version, max_staleness=rollout.max_staleness, on_stale=rollout.on_stale
     )
-    rows = sequences(bounded, ADVANTAGES[algorithm.advantage])
+    rows = trained_rows(bounded, version=version, algorithm=algorithm, rollout=rollout)
     lengths = [len(row) for row in rows]
-    planned = plan(lengths, ranks=ranks, token_budget=token_budget)
+    planned = (plan_pairs if algorithm.loss in PAIRED else plan)(lengths, ranks=ranks, token_budget=token_budget)
     micro_batches = [[[rows[i] for i in part] for part in mine] for mine in planned]
     return Prepared(
         batch=bounded,
@@ -188,11 +190,18 @@ class Conductor:
         assert prepared is not None
         if stats.applied:
             self._feed.trained(stats.version)
+        if stats.rejected_share > _MUCH_REJECTED:
+            log.warning(
+                "%.0f %% of the loss tokens have correction weight 0 (log-ratio of a token %.3g on average, completion "
+                "ratios up to %.3g): widen algorithm.correction.floor and cap, or lower rollout.max_staleness",
+                100 * stats.rejected_share, -stats.kl_behavior_k1, stats.sequence_ratio_max,
+            )  # fmt: skip
         state = self._feed.look()
         step = metrics(
             batch=prepared.batch,
             staleness=prepared.staleness,
             stats=stats,
+            trained_tokens=prepared.plan.denominator,
             micro_batches=_count(prepared.plan.micro_batches),
             padding_share=prepared.padding_share,
             stale_groups=self._stale.since(state.counts),

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from broker.config import Count, Seconds, Steps, StrictModel
+from learners.combinations import check_combination
+from learners.recipes import (
+    ADVANTAGE_NAMES,
+    CORRECTION_NAMES,
+    LOSS_MEAN_NAMES,
+    LOSS_NAMES,
+    known_or_own,
+    with_recipe,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names) + ", or file.py:function"
 
 
 class OptimConfig(StrictModel):
@@ -27,25 +40,81 @@ class OptimConfig(StrictModel):
 
 
 class CorrectionConfig(StrictModel):
-    """Off-policy correction: the weight r = exp(logp_proximal - logp_behavior) of decoupled PPO (arXiv 2505.24298)."""
+    """Off-policy correction: each token's loss is weighed by r = exp(logp_proximal - logp_behavior), without gradient.
 
-    kind: Literal["decoupled", "none"] = Field(
-        "decoupled", description="none: the clip alone, in the ratio to the behavior policy"
+    Decoupled PPO (arXiv 2505.24298) is ``truncate`` at the level of tokens; docs/algorithms.md has them all.
+    """
+
+    kind: str = Field(
+        "truncate",
+        description="`truncate`: min(r, cap); `mask`: r from floor to cap, else 0; `none`: the loss's own ratio is to "
+        "the behavior policy; or file.py:function",
+    )
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="r of the token, or of its completion: the product of the tokens' or its geometric mean"
     )
     cap: float = Field(2.0, gt=0, description="upper bound of r")
+    floor: float = Field(0.5, ge=0, description="of `mask`: lower bound of r")
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        return known_or_own(kind, CORRECTION_NAMES)
 
 
 class AlgorithmConfig(StrictModel):
-    """What turns rewards and log-probabilities into a gradient."""
+    """What turns rewards and log-probabilities into a gradient.
 
-    advantage: Literal["grpo", "dr_grpo"] = Field(
-        "grpo", description="dr_grpo leaves out the division by the group's deviation"
-    )
+    ``recipe`` sets those of the settings below that are not given; a published algorithm is one setting.
+    docs/algorithms.md has every choice with its equation, and how to add one from a file of your own.
+    """
+
+    recipe: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "dppo", "topr",
+        "dpo", "icepop",
+    ] = Field("grpo", description="a published algorithm; the defaults below are those of `grpo`")  # fmt: skip
+    advantage: str = Field("grpo", description=_one_of(ADVANTAGE_NAMES))
+    loss: str = Field("ppo", description=_one_of(LOSS_NAMES))
     clip_low: float = Field(0.2, ge=0, description="the ratio is clipped below 1 minus this")
     clip_high: float = Field(0.2, ge=0, description="the ratio is clipped above 1 plus this")
+    dual_clip: float = Field(
+        0.0, ge=0, description="of `ppo`: bound of the ratio where the advantage is negative; 0: none"
+    )
+    dpo_beta: float = Field(0.1, gt=0, description="of `dpo`: scale of the difference of log-ratios")
     correction: CorrectionConfig = CorrectionConfig()
-    loss_mean: Literal["token"] = Field("token", description="each token of a step weighs the same")
+    proximal: Literal["start", "interpolated"] = Field(
+        "start",
+        description="the policy that the clip holds on to: the learner's at the start of the step, or that of a step "
+        "before, estimated between the behavior and the present one",
+    )
+    loss_mean: str = Field("token", description=_one_of(LOSS_MEAN_NAMES))
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL divergence from a reference model")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of that divergence")
+    kl_in: Literal["loss", "reward"] = Field("loss", description="where it is added")
+    overlong_share: float = Field(
+        0.0, ge=0, le=1, description="last part of `rollout.max_response_length`, in which the reward falls; 0: none"
+    )
+    overlong_penalty: float = Field(1.0, gt=0, description="by how much the reward has fallen at its end")
+    zero_variance_groups: Literal["train", "skip"] = Field(
+        "train", description="groups whose rewards are all equal: `skip` leaves them out of the loss and of its mean"
+    )
+
+    @field_validator("advantage", "loss", "loss_mean")
+    @classmethod
+    def _known(cls, name: str, info: ValidationInfo) -> str:
+        names = {"advantage": ADVANTAGE_NAMES, "loss": LOSS_NAMES, "loss_mean": LOSS_MEAN_NAMES}
+        return known_or_own(name, names[str(info.field_name)])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_recipe(cls, values: Any) -> Any:
+        return with_recipe(values) if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _make_sense_together(self) -> AlgorithmConfig:
+        check_combination(self)
+        return self
 
 
 class CheckpointConfig(StrictModel):

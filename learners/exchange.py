@@ -26,7 +26,7 @@ Produce = Callable[[float], bytes | None]
 _WAIT, _FRAME, _FAILED = range(3)
 _HEADER = struct.Struct("<BQ")
 _FIRST_BYTES = 64 << 10  # most plans of a small model fit into the first broadcast
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 class RootFailed(SlipstreamError):
@@ -110,16 +110,18 @@ def decode(frame: bytes, rank: int) -> tuple[int, list[list[TrainSequence]]]:
 
 
 def _pack(row: TrainSequence) -> list[bytes | float]:
-    arrays = (row.prompt_ids, row.completion_ids, row.loss_mask, row.behavior_logprobs)
-    return [*(array.tobytes() for array in arrays), row.advantage]
+    arrays = (row.prompt_ids, row.completion_ids, row.loss_mask, row.behavior_logprobs, row.staleness)
+    return [*(array.tobytes() for array in arrays), row.advantage, row.weight]
 
 
-def _unpack(row: tuple[bytes, bytes, bytes, bytes, float]) -> TrainSequence:
-    prompt, completion, mask, behavior, advantage = row
+def _unpack(row: tuple[bytes, bytes, bytes, bytes, bytes, float, float]) -> TrainSequence:
+    prompt, completion, mask, behavior, staleness, advantage, weight = row
     return TrainSequence(
         prompt_ids=np.frombuffer(prompt, np.int32),
         completion_ids=np.frombuffer(completion, np.int32),
         loss_mask=np.frombuffer(mask, np.uint8),
         behavior_logprobs=np.frombuffer(behavior, np.float32),
+        staleness=np.frombuffer(staleness, np.int32),
         advantage=advantage,
+        weight=weight,
     )

@@ -1,110 +1,119 @@
-"""Log-probabilities and the policy loss, as pure functions.
+"""Policy losses: each a pure function from a micro-batch's log-probabilities to the loss of every token.
 
-Legend: B rows, T positions, V vocabulary. z: logits. A: advantage. Three policies: behavior (the generator's, which
-sampled), proximal (the learner's at the start of the step), current.
+Legend: B rows, T positions. π: the policy in training. old: the policy that the ratio is to, which is the proximal one
+under a correction and the behavior one without. A: advantage. Only π has a gradient. All log-probabilities are 0 where
+a token carries no loss, so that no ratio there is anything but 1; what a loss returns there is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from learners.config import AlgorithmConfig
-
-_ENTROPY_ELEMENTS = 1 << 22  # logits turned into probabilities at once
-_MAX_LOG_RATIO = 20.0  # exp(20) is beyond any cap in use and far below overflow
+from learners.ratios import exp, row_mean, row_sum
 
 
-class LossTerms(NamedTuple):
-    """Sums over the loss tokens of one micro-batch. ``loss`` carries the gradient, already over the denominator.
+class PolicyRows(NamedTuple):
+    """What a loss is given. ``advantage_B1`` [B, 1] fits the other tensors [B, T]; ``mask_BT`` is bool."""
 
-    ``ratio`` is the policy ratio to the behavior policy before any cap, ``clipped`` the number of tokens whose ratio
-    was cut by the cap or by the clip, ``kl`` the k3 estimate of KL(behavior, current).
+    logp_BT: Tensor
+    old_logp_BT: Tensor
+    behavior_logp_BT: Tensor
+    advantage_B1: Tensor
+    mask_BT: Tensor
+
+
+Loss = Callable[[PolicyRows, AlgorithmConfig], tuple[Tensor, Tensor]]
+"""Returns (loss [B, T], cut [B, T] bool): the loss of each token, to be minimised, and which are held by a bound."""
+
+
+def ppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """-min(ρ A, clip(ρ, 1 - ``clip_low``, 1 + ``clip_high``) A), with ρ = π / old.
+
+    PPO (arXiv 1707.06347, equation 7); two bounds as in DAPO (arXiv 2503.14476, equation 8). ``dual_clip`` c: where A
+    is negative, at most -c A (dual-clip PPO, arXiv 1912.09729), whatever the ratio.
     """
+    rho_BT = exp(rows.logp_BT - rows.old_logp_BT)
+    loss_BT, cut_BT = _clipped(rho_BT, rows.advantage_B1, algorithm)
+    if algorithm.dual_clip:
+        ceiling_B1 = torch.where(rows.advantage_B1 < 0, -algorithm.dual_clip * rows.advantage_B1, torch.inf)
+        cut_BT = cut_BT | (loss_BT > ceiling_B1)
+        loss_BT = torch.minimum(loss_BT, ceiling_B1)
+    return loss_BT, cut_BT
 
-    loss: Tensor
-    ratio: Tensor
-    ratio_max: Tensor
-    clipped: Tensor
-    kl: Tensor
-    entropy: Tensor
 
+def gspo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """The clip of ``ppo`` with one ratio a completion, s = exp(mean over its tokens of log(π / old)).
 
-def token_logprobs(logits_BTV: Tensor, token_ids_BT: Tensor, *, temperature: float) -> Tensor:
-    """[B, T] log-probability of each token under softmax(z / temperature), the distribution it was sampled from (C24).
-
-    z_token - logsumexp(z) needs no table of log-probabilities beside the logits.
+    GSPO (arXiv 2507.18071, equations 5 and 7). Its mean over completions is ``loss_mean: sequence``.
     """
-    scaled_BTV = scale(logits_BTV, temperature)
-    chosen_BT = scaled_BTV.gather(-1, token_ids_BT.unsqueeze(-1)).squeeze(-1)
-    return chosen_BT - scaled_BTV.logsumexp(-1)
+    s_B1 = exp(row_mean(rows.logp_BT - rows.old_logp_BT, rows.mask_BT))
+    return _clipped(s_B1.expand_as(rows.logp_BT), rows.advantage_B1, algorithm)
 
 
-def scale(logits_BTV: Tensor, temperature: float) -> Tensor:
-    """Logits at ``temperature`` in float32; no copy at temperature 1."""
-    logits_BTV = logits_BTV.float()
-    return logits_BTV if temperature == 1.0 else logits_BTV / temperature
+def cispo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """-min(ρ, 1 + ``clip_high``) A log π, the weight without gradient: no token is left out.
 
-
-def entropy(logits_BTV: Tensor, *, temperature: float) -> Tensor:
-    """[B, T] entropy in nats of softmax(z / temperature), a bounded number of positions at a time."""
-    V = logits_BTV.shape[-1]
-    parts = torch.split(logits_BTV.flatten(0, 1), max(1, _ENTROPY_ELEMENTS // V))
-    return torch.cat([_entropy(scale(part_NV, temperature)) for part_NV in parts]).view(logits_BTV.shape[:-1])
-
-
-def _entropy(logits_NV: Tensor) -> Tensor:
-    return logits_NV.logsumexp(-1) - (logits_NV.softmax(-1) * logits_NV).sum(-1)
-
-
-def policy_loss(
-    *,
-    logp_BT: Tensor,
-    proximal_logp_BT: Tensor,
-    behavior_logp_BT: Tensor,
-    advantage_B: Tensor,
-    mask_BT: Tensor,
-    entropy_BT: Tensor,
-    denominator: int,
-    algorithm: AlgorithmConfig,
-) -> LossTerms:
-    """Clipped policy loss, summed over the loss tokens and divided by ``denominator``, the step's loss tokens on all
-    ranks together: the gradient depends on neither micro-batches nor ranks (C95).
-
-    ``correction.kind`` ``decoupled`` (decoupled PPO, arXiv 2505.24298): r = exp(proximal - behavior), without gradient
-    and at most ``correction.cap``, weighs the PPO clip in ρ = exp(current - proximal). ``none``: the PPO clip in
-    ρ = exp(current - behavior), as if the behavior policy were the proximal one.
+    CISPO (arXiv 2506.13585, equations 4 and 5), which in use has no lower bound.
     """
-    mask_BT = mask_BT.bool()
+    rho_BT = exp(rows.logp_BT - rows.old_logp_BT).detach()
+    ceiling = 1 + algorithm.clip_high
+    return -rho_BT.clamp(max=ceiling) * rows.advantage_B1 * rows.logp_BT, rho_BT > ceiling
 
-    def at_loss_tokens(values_BT: Tensor) -> Tensor:
-        return torch.where(mask_BT, values_BT, 0.0)  # before any exp: 0 * inf would be NaN (C94)
 
-    logp_BT, behavior_BT = at_loss_tokens(logp_BT), at_loss_tokens(behavior_logp_BT)
-    proximal_BT = at_loss_tokens(proximal_logp_BT).detach()
-    decoupled = algorithm.correction.kind == "decoupled"
-    rho_BT = _exp(logp_BT - (proximal_BT if decoupled else behavior_BT))
+def dppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """-ρ A, and nothing for a token whose probability has moved too far the way that A pushes it.
+
+    Too far: π - old above ``clip_high`` where A is positive, below -``clip_low`` where it is negative. This is the
+    total variation between the two policies' choices of this token or another (DPPO-Binary-TV, arXiv 2602.04879); a
+    ratio would hold back rare tokens and let frequent ones go.
+    """
+    moved_BT = (rows.logp_BT.exp() - rows.old_logp_BT.exp()).detach()
+    up, down = rows.advantage_B1 > 0, rows.advantage_B1 < 0
+    cut_BT = (up & (moved_BT > algorithm.clip_high)) | (down & (moved_BT < -algorithm.clip_low))
+    rho_BT = exp(rows.logp_BT - rows.old_logp_BT)
+    return torch.where(cut_BT, 0.0, -rho_BT * rows.advantage_B1), cut_BT
+
+
+def topr(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """-A log π where A is positive, -min(s, 1) A log π elsewhere; s = π / old of the whole completion, no gradient.
+
+    Tapered off-policy REINFORCE (arXiv 2503.14286): good answers are learned whoever gave them, and bad ones are pushed
+    away no further than the policy would still give them.
+    """
+    s_B1 = exp(row_sum(rows.logp_BT - rows.old_logp_BT)).detach()
+    good_B1 = rows.advantage_B1 > 0
+    weight_B1 = torch.where(good_B1, 1.0, s_B1.clamp(max=1.0))
+    cut_BT = (~good_B1 & (s_B1 > 1.0)).expand_as(rows.mask_BT)
+    return -weight_B1 * rows.advantage_B1 * rows.logp_BT, cut_BT
+
+
+def dpo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """-log sigmoid(``dpo_beta`` (h_best - h_worst)), h = log(π / old) of a whole completion.
+
+    DPO (arXiv 2305.18290, equation 7) on the policy's own answers (online DPO, arXiv 2402.04792). Rows come in pairs,
+    the best of a group before its worst. Every token of a pair has the pair's loss, so that ``loss_mean: sequence``
+    makes the mean over pairs. old is the policy that sampled: there is no reference model.
+    """
+    cut_BT = torch.zeros_like(rows.mask_BT)
+    if len(rows.logp_BT) % 2:  # the row without loss that stands for an empty micro-batch
+        return rows.logp_BT * 0.0, cut_BT
+    h_B1 = row_sum(rows.logp_BT - rows.old_logp_BT)
+    loss_P1 = -F.logsigmoid(algorithm.dpo_beta * (h_B1[0::2] - h_B1[1::2]))
+    return loss_P1.repeat_interleave(2, dim=0).expand_as(rows.logp_BT), cut_BT
+
+
+def _clipped(rho_BT: Tensor, advantage_B1: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     clipped_BT = rho_BT.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    advantage_B1 = advantage_B.unsqueeze(-1)
-    gain_BT = torch.minimum(rho_BT * advantage_B1, clipped_BT * advantage_B1)
-    cut_BT = clipped_BT * advantage_B1 < rho_BT * advantage_B1
-    ratio_BT = _exp((proximal_BT if decoupled else logp_BT.detach()) - behavior_BT)
-    if decoupled:
-        gain_BT = gain_BT * ratio_BT.clamp(max=algorithm.correction.cap)
-        cut_BT = cut_BT | (ratio_BT > algorithm.correction.cap)
-    gain_BT = at_loss_tokens(gain_BT + algorithm.entropy_coef * entropy_BT)
-    log_q_BT = (logp_BT.detach() - behavior_BT).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return LossTerms(
-        loss=-gain_BT.sum() / max(1, denominator),
-        ratio=at_loss_tokens(ratio_BT).sum(),
-        ratio_max=at_loss_tokens(ratio_BT).max(),
-        clipped=(cut_BT & mask_BT).sum(),
-        kl=at_loss_tokens(log_q_BT.exp() - 1 - log_q_BT).sum(),
-        entropy=at_loss_tokens(entropy_BT.detach()).sum(),
-    )
+    gain_BT, bound_BT = rho_BT * advantage_B1, clipped_BT * advantage_B1
+    return -torch.minimum(gain_BT, bound_BT), bound_BT < gain_BT
 
 
-def _exp(log_ratio_BT: Tensor) -> Tensor:
-    return log_ratio_BT.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+LOSSES: Mapping[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "dppo": dppo, "topr": topr, "dpo": dpo}
+PAIRED = frozenset({"dpo"})
+"""Losses whose rows are the best and the worst of a group, one after the other, in one micro-batch."""

@@ -5,7 +5,8 @@
 Every method that is marked collective is called by all ranks, in the same order; tensors arrive on rank 0.
 The weights are float32 and so is the optimizer: ZeRO's parameter shards are the master weights themselves.
 Proximal log-probabilities cost no second forward pass: a batch is one optimizer step, so the policy at the start of
-the step is the current one, and its log-probabilities are the current ones without their gradient, exactly.
+the step is the current one, and its log-probabilities are the current ones without their gradient, exactly. Those of a
+policy one step before are interpolated.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from torch import Tensor, nn
 from broker.errors import SlipstreamError
 from learners.batching import MicroBatch
 from learners.config import AlgorithmConfig, LearnerConfig
-from learners.losses import LossTerms, entropy, policy_loss, token_logprobs
+from learners.corrections import interpolated
+from learners.logprobs import entropy, token_logprobs
 from learners.model import layer_classes, load_model
+from learners.objective import LossTerms, Objective, policy_loss
 from learners.schedule import learning_rate
 from learners.sharding import Sharding, local_shard, whole_shape
 from learners.stats import StepStats, Totals
@@ -71,6 +74,7 @@ class Policy:
     ) -> None:
         self.version = 0
         self._model_dir, self._config, self._algorithm, self._temperature = model_dir, config, algorithm, temperature
+        self._objective = Objective.of(algorithm)
         self._rank, self._world, self._stage = rank, world, config.zero_stage
         self.device = f"cuda:{local_rank}" if config.device == "cuda" else config.device
         self._sharding = Sharding(partitioned=config.zero_stage == 3, rank=rank, world=world, device=self.device)
@@ -86,7 +90,7 @@ class Policy:
     # -- training ----------------------------------------------------------------------------------------------
     def step(self, micro_batches: Sequence[MicroBatch], *, denominator: int) -> StepStats:
         """Collective. One optimizer step; ``version`` grows by one here and nowhere else, unless gradients are not
-        finite. ``denominator``: loss tokens of the step over all ranks.
+        finite. ``denominator``: loss tokens of the step over all ranks, for the means of what is reported.
 
         Raises NonFiniteGradients after ``learner.max_bad_steps`` such steps in a row.
         """
@@ -95,7 +99,7 @@ class Policy:
             group["lr"] = lr
         totals = Totals()
         for micro_batch in micro_batches:
-            terms = self._forward(micro_batch, denominator)
+            terms = self._forward(micro_batch)
             self._engine.backward(terms.loss * self._world, scale_wrt_gas=False)  # ZeRO means over ranks; ours is a sum
             totals.add(terms)
         grad_norm = self._apply()
@@ -109,7 +113,7 @@ class Policy:
             )
         return self._stats(totals, denominator, applied=applied, lr=lr, grad_norm=grad_norm)
 
-    def _forward(self, batch: MicroBatch, denominator: int) -> LossTerms:
+    def _forward(self, batch: MicroBatch) -> LossTerms:
         # No attention mask: padding is on the right, where causal attention does not look (C30).
         logits_BKV = self._engine(
             input_ids=batch.input_ids_BT, use_cache=False, logits_to_keep=batch.target_ids_BK.shape[1]
@@ -117,15 +121,18 @@ class Policy:
         logp_BK = token_logprobs(logits_BKV, batch.target_ids_BK, temperature=self._temperature)
         with torch.set_grad_enabled(self._algorithm.entropy_coef > 0):
             entropy_BK = entropy(logits_BKV, temperature=self._temperature)
+        proximal_BK = logp_BK.detach()
+        if self._algorithm.proximal == "interpolated":
+            proximal_BK = interpolated(batch.behavior_logp_BK, proximal_BK, batch.staleness_BK)
         return policy_loss(
+            self._objective,
             logp_BT=logp_BK,
-            proximal_logp_BT=logp_BK.detach(),
+            proximal_logp_BT=proximal_BK,
             behavior_logp_BT=batch.behavior_logp_BK,
             advantage_B=batch.advantage_B,
+            weight_B=batch.weight_B,
             mask_BT=batch.mask_BK,
             entropy_BT=entropy_BK,
-            denominator=denominator,
-            algorithm=self._algorithm,
         )
 
     def _apply(self) -> float:
@@ -159,7 +166,11 @@ class Policy:
             ratio_mean=float(total.ratio) / tokens,
             ratio_max=float(total.ratio_max),
             clip_fraction=float(total.clipped) / tokens,
-            kl_behavior=float(total.kl) / tokens,
+            ess_share=float(total.ratio) ** 2 / max(1e-30, tokens * float(total.ratio_squared)),
+            sequence_ratio_max=float(total.sequence_ratio_max),
+            rejected_share=float(total.rejected) / tokens,
+            kl_behavior_k1=float(total.kl_k1) / tokens,
+            kl_behavior=float(total.kl_k3) / tokens,
             entropy=float(total.entropy) / tokens,
         )
 

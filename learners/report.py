@@ -55,12 +55,16 @@ def metrics(
     batch: Batch,
     staleness: Staleness,
     stats: StepStats,
+    trained_tokens: int,
     micro_batches: int,
     padding_share: float,
     stale_groups: int,
     times: Mapping[str, float],
 ) -> dict[str, object]:
-    """One line of metrics.jsonl; ``step`` is the policy version after the step, the axis of every metric."""
+    """One line of metrics.jsonl; ``step`` is the policy version after the step, the axis of every metric.
+
+    ``trained_tokens``: those that carried loss; fewer than the bound allowed where groups or completions are left out.
+    """
     completions = [one for group in batch.groups for one in group.completions]
     rewards = np.array([one.reward for one in completions])
     step_s = max(times["step_s"], 1e-9)
@@ -78,17 +82,21 @@ def metrics(
         "ratio_mean": stats.ratio_mean,
         "ratio_max": stats.ratio_max,
         "clip_fraction": stats.clip_fraction,
+        "ess_share": stats.ess_share,
+        "sequence_ratio_max": stats.sequence_ratio_max,
+        "rejected_share": stats.rejected_share,
         "kl_behavior": stats.kl_behavior,
+        "kl_behavior_k1": stats.kl_behavior_k1,
         "entropy": stats.entropy,
         "response_length_mean": _mean([len(one.token_ids) for one in completions]),
         "truncated_share": _mean([one.finish_reason == "length" for one in completions]),
         "masked_share": staleness.masked_share,
         "stale_groups": stale_groups,
-        "trained_tokens": staleness.tokens,
+        "trained_tokens": trained_tokens,
         "staleness_max": staleness.oldest,
         "staleness_mean": staleness.mean,
         "staleness_histogram": {str(age): count for age, count in staleness.histogram.items()},
-        "train_tokens_per_s": staleness.tokens / step_s,
+        "train_tokens_per_s": trained_tokens / step_s,
         "wait_s": times.get("wait_s", 0.0),
         "train_s": times.get("train_s", 0.0),
         "publish_s": times.get("publish_s", 0.0),

@@ -8,17 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learners.losses import LossTerms
+from learners.objective import LossTerms
 
-_MAXIMA = LossTerms._fields.index("ratio_max")
+_MAXIMA = [LossTerms._fields.index(name) for name in ("ratio_max", "sequence_ratio_max")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
     """One step, over all ranks. ``applied`` is False when the gradients were not finite: nothing has changed then.
 
-    ``ratio_*`` are of exp(proximal - behavior) before the cap, ``kl_behavior`` the k3 estimate of KL(behavior,
-    current); both, ``clip_fraction`` and ``entropy`` (nats) are means over loss tokens.
+    ``ratio_*`` are of the learner's policy at the start of the step to the behavior policy, per token and before any
+    bound; ``sequence_ratio_max`` that of a whole completion; ``ess_share`` the effective sample size of the token
+    ratios, (Σ r)² / Σ r², as a share of the tokens. ``kl_behavior`` (k3) and ``kl_behavior_k1`` estimate KL(behavior,
+    current). ``rejected_share``: correction weight 0. Shares, KL and ``entropy`` (nats) are means over loss tokens.
     """
 
     version: int
@@ -29,12 +31,16 @@ class StepStats:
     ratio_mean: float
     ratio_max: float
     clip_fraction: float
+    ess_share: float
+    sequence_ratio_max: float
+    rejected_share: float
+    kl_behavior_k1: float
     kl_behavior: float
     entropy: float
 
 
 class Totals:
-    """Running sums of LossTerms; of ``ratio_max``, the maximum."""
+    """Running sums of LossTerms; of what is a maximum, the maximum."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(len(LossTerms._fields), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Finds the functions that a task's settings name: ``module:function`` or ``file.py:function``."""
+"""Finds the functions that settings name: ``module:function`` or ``file.py:function``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from broker.errors import SlipstreamError
 
 
 class TaskError(SlipstreamError):
-    """A setting of the task or the model cannot be used; the message names it."""
+    """A setting of the task, the model or the algorithm cannot be used; the message names it."""
 
 
 def load_function(reference: str, *, setting: str) -> Callable[..., Any]:

@@ -45,6 +45,8 @@ def test_an_empty_value_is_the_empty_text() -> None:
         ("learner.learnig_rate=1", ["learner.learnig_rate=1", "unknown key", "learner.optim.lr?"]),
         ("rollot.max_staleness=1", ["rollot", "unknown key", "rollout?"]),
         ("rollout.max_new_tokens=1", ["rollout.max_new_tokens", "rollout.max_response_length?"]),
+        ("algorithm.adv_estimator=gae", ["algorithm.adv_estimator", "algorithm.advantage?"]),
+        ("algorithm.loss_agg_mode=x", ["algorithm.loss_agg_mode", "algorithm.loss_mean?"]),
         ("generator.dtype=x", ["generator.dtype", "model.dtype?"]),
         ("learner.ranks=two", ['learner.ranks="two"', "expected an integer"]),
         ("learner.ranks='2'", ['learner.ranks="2"', "expected an integer"]),

@@ -19,7 +19,7 @@ def test_c104_derived_numbers_are_printed_in_one_unit_and_change_nothing() -> No
 
 
 def test_ranks_that_do_not_divide_the_samples_get_one_more_or_less() -> None:
-    config = load("quickstart", ["rollout.groups_per_step=5", "rollout.completions_per_group=1", "learner.ranks=2"])
+    config = load("quickstart", ["rollout.groups_per_step=1", "rollout.completions_per_group=5", "learner.ranks=2"])
     assert show.derived(config)["samples per rank"].startswith("2 or 3 = 5 / 2")
 
 

@@ -57,6 +57,10 @@ WRONG = [
         ("tensor_parallel_size", f"use {CORES}"),
     ),
     ("model.tiny_hidden_size=48", (RUN, LEARNER, GENERATOR), ("model.tiny_hidden_size", "48", "multiple of 32")),
+    ("algorithm.loss={dir}/mine.py:los", (RUN, LEARNER), ("algorithm.loss", "no function 'los'")),
+    ("algorithm.advantage={dir}/broken.py:f", (RUN, LEARNER), ("algorithm.advantage", "no_such_thing_at_all")),
+    ("algorithm.loss_mean=nofile.py:f", (RUN, LEARNER), ("algorithm.loss_mean", "nofile.py")),
+    ("algorithm.correction.kind=nofile.py:f", (RUN, LEARNER), ("algorithm.correction.kind", "nofile.py")),
     ("learner.checkpoint.resume=./banana", (RUN, LEARNER), ("learner.checkpoint.resume=./banana", "auto", "never")),
     ("learner.checkpoint.resume={dir}", (RUN, LEARNER), ("learner.checkpoint.resume=", "complete.json")),
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from learners import sharding
-from learners.batching import TrainSequence, collate, plan
+from learners.batching import TrainSequence, collate, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
 from learners.exchange import Exchange, RootFailed
+from learners.losses import PAIRED
 from learners.policy import NonFiniteGradients, Policy
+from learners.recipes import RECIPES
 
 # eps is large, so that a gradient that is zero but for rounding does not become a step of full size.
 OPTIM = {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.01, "eps": 1e-3}
@@ -43,10 +46,17 @@ def rows(seed: int) -> list[TrainSequence]:
                 completion_ids=rng.integers(0, 64, L).astype(np.int32),
                 loss_mask=mask,
                 behavior_logprobs=rng.uniform(-5, -3.5, L).astype(np.float32),
+                staleness=rng.integers(0, 4, L).astype(np.int32),
                 advantage=float(rng.normal()),
+                weight=0.0,
             )
         )
-    return made
+    return weighted(made)
+
+
+def weighted(made: list[TrainSequence]) -> list[TrainSequence]:
+    """With the weights of a mean over the tokens of the step."""
+    return [replace(row, weight=1 / sum(one.loss_tokens for one in made)) for row in made]
 
 
 def config(world: int, **changes: object) -> LearnerConfig:
@@ -59,13 +69,25 @@ def config(world: int, **changes: object) -> LearnerConfig:
     return LearnerConfig(**(settings | changes))  # type: ignore[arg-type]
 
 
+def recipe_rows() -> list[TrainSequence]:
+    """Ten sequences, which are five pairs, with weights of no mean in particular."""
+    return [replace(row, weight=0.004 * (i + 1)) for i, row in enumerate(rows(5)[:10])]
+
+
 def policy(
-    directory: Path, rank: int, world: int, *, resume: Path | None = None, model: str = "model", **changes: object
+    directory: Path,
+    rank: int,
+    world: int,
+    *,
+    resume: Path | None = None,
+    model: str = "model",
+    algorithm: AlgorithmConfig | None = None,
+    **changes: object,
 ) -> Policy:
     return Policy(
         model_dir=directory / model,
         config=config(world, **changes),
-        algorithm=AlgorithmConfig(),
+        algorithm=algorithm or AlgorithmConfig(),
         temperature=TEMPERATURE,
         seed=3,
         rank=rank,
@@ -75,8 +97,11 @@ def policy(
     )
 
 
-def train(one: Policy, sequences: list[TrainSequence], rank: int, world: int, *, budget: int) -> dict[str, float]:
-    planned = plan([len(row) for row in sequences], ranks=world, token_budget=budget)[rank]
+def train(
+    one: Policy, sequences: list[TrainSequence], rank: int, world: int, *, budget: int, paired: bool = False
+) -> dict[str, float]:
+    make = plan_pairs if paired else plan
+    planned = make([len(row) for row in sequences], ranks=world, token_budget=budget)[rank]
     micro_batches = [collate([sequences[i] for i in part]) for part in planned]
     stats = one.step(micro_batches, denominator=sum(row.loss_tokens for row in sequences))
     return {name: float(getattr(stats, name)) for name in stats.__dataclass_fields__} | {"micro": len(micro_batches)}
@@ -158,7 +183,7 @@ def case_order(directory: Path, rank: int, world: int) -> None:
     one = policy(directory, rank, world)
     for name in ("gather", "all_gather", "all_reduce", "barrier", "broadcast"):
         recorded(name)
-    for sequences in (rows(1), rows(2)[:1], rows(3)):
+    for sequences in (rows(1), weighted(rows(2)[:1]), rows(3)):
         train(one, sequences, rank, world, budget=24)
         dump(one, directory / f"order-{one.version}.safetensors", rank)
     one.export(directory / "actor")
@@ -190,6 +215,17 @@ def case_bad_gradients(directory: Path, rank: int, world: int) -> None:
         seen[str(stage)] = {"good": good, "bad": bad, "error": error}
     if rank == 0:
         (directory / "bad.json").write_text(json.dumps(seen))
+
+
+def case_recipes(directory: Path, rank: int, world: int) -> None:
+    """A step of every recipe, in micro-batches that shrink as ranks grow."""
+    for recipe in RECIPES:
+        algorithm = AlgorithmConfig(recipe=recipe)  # type: ignore[arg-type]
+        one = policy(directory, rank, world, algorithm=algorithm)
+        budget, paired = 100_000 if world == 1 else 40, algorithm.loss in PAIRED
+        stats = train(one, recipe_rows(), rank, world, budget=budget, paired=paired)
+        assert stats["micro"] == 1 if world == 1 else stats["micro"] > 1
+        dump(one, directory / f"{recipe}-{world}.safetensors", rank)
 
 
 def case_exchange(directory: Path, rank: int, world: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learners.advantages import grpo
-from learners.batching import TrainSequence, collate, padding_share, plan, sequences
+from learners.batching import TrainSequence, collate, padding_share, plan, plan_pairs
 from learners.exchange import Plan, decode, encode
-from learners.losses import token_logprobs
+from learners.logprobs import token_logprobs
 from learners.model import load_model
 
 
@@ -25,15 +22,10 @@ def row(prompt: list[int], completion: list[int], mask: list[int] | None = None)
         completion_ids=np.array(completion, np.int32),
         loss_mask=np.array(mask or [1] * len(completion), np.uint8),
         behavior_logprobs=-np.arange(1, len(completion) + 1, dtype=np.float32),
+        staleness=np.arange(len(completion), dtype=np.int32),
         advantage=2.0,
+        weight=0.125,
     )
-
-
-def test_a_completion_without_loss_is_left_out_but_counts_in_the_baseline(make: dict[str, Callable[..., Any]]) -> None:
-    stale = make["completion"]([1, 1], reward=1.0, mask=[0, 0])
-    group = make["group"]([stale, make["completion"]([1], reward=0.0), make["completion"]([1], reward=0.0)])
-    rows = sequences(make["batch"]([group], version=1), grpo)
-    assert [one.advantage for one in rows] == pytest.approx(grpo([1.0, 0.0, 0.0])[1:].tolist())
 
 
 @given(lengths=st.lists(st.integers(1, 300), max_size=40), ranks=st.integers(1, 4), token_budget=st.integers(1, 2000))
@@ -55,6 +47,18 @@ def test_c100_skewed_lengths_are_spread_evenly() -> None:
     assert max(tokens) <= 1200
 
 
+@given(lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=20), ranks=st.integers(1, 4))
+def test_c100_pairs_stay_together_and_every_rank_gets_equally_many_micro_batches(
+    lengths: list[tuple[int, int]], ranks: int
+) -> None:
+    planned = plan_pairs([one for pair in lengths for one in pair], ranks=ranks, token_budget=500)
+    assert len({len(mine) for mine in planned}) == 1
+    seen = [rows for mine in planned for rows in mine]
+    assert sorted(i for rows in seen for i in rows) == list(range(2 * len(lengths)))
+    assert all(second == first + 1 for rows in seen for first, second in zip(rows[0::2], rows[1::2], strict=True))
+    assert all(first % 2 == 0 for rows in seen for first in rows[0::2])
+
+
 def test_a_step_that_fits_is_one_micro_batch_a_rank() -> None:
     planned = plan([12] * 128, ranks=2, token_budget=4096)
     assert [[len(rows) for rows in mine] for mine in planned] == [[64], [64]]
@@ -72,6 +76,8 @@ def test_columns_of_a_micro_batch_predict_the_completion_tokens() -> None:
     assert batch.target_ids_BK.tolist() == [[6, 7, 8, 9], [4, 5, 6, 0]]
     assert batch.mask_BK.int().tolist() == [[0, 0, 1, 1], [1, 0, 1, 0]]
     assert batch.behavior_logp_BK.tolist() == [[0, 0, -1, -2], [-1, -2, -3, 0]]
+    assert batch.staleness_BK.tolist() == [[0, 0, 0, 1], [0, 1, 2, 0]]
+    assert (batch.advantage_B.tolist(), batch.weight_B.tolist()) == ([2.0, 2.0], [0.125, 0.125])
 
 
 def test_positions_before_the_first_completion_are_not_computed() -> None:
@@ -95,7 +101,8 @@ def test_a_plan_survives_the_wire_and_each_rank_reads_its_share() -> None:
     got = mine[0][0]
     assert got.completion_ids.tolist() == [4, 5]
     assert got.behavior_logprobs.tolist() == [-1.0, -2.0]
-    assert (got.prompt_ids.tolist(), got.loss_mask.tolist(), got.advantage) == ([3], [1, 1], 2.0)
+    assert (got.prompt_ids.tolist(), got.loss_mask.tolist(), got.staleness.tolist()) == ([3], [1, 1], [0, 1])
+    assert (got.advantage, got.weight) == (2.0, 0.125)
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,11 @@ from learners.config import AlgorithmConfig, LearnerConfig
 from learners.report import Stopwatch
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink, read_jsonl
+from tests.learners.conftest import make_batch, make_completion, make_group
 from weights_sync.errors import NoReceiver
 from weights_sync.stats import PublishStats
 
-NUMBERS = dict.fromkeys(
-    ("lr", "loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior", "entropy"), 0.0
-)
+NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
 
 
 class Feed:
@@ -43,14 +42,16 @@ class Feed:
         return replace(self._state, counts=replace(self._state.counts, events={"stale": self._stale}))
 
 
-def conductor(sink: JsonlSink, feed: Any, publisher: Any, show: Show = lambda line, state: None) -> Conductor:
+def conductor(
+    sink: JsonlSink, feed: Any, publisher: Any, show: Show = lambda line, state: None, **algorithm: Any
+) -> Conductor:
     return Conductor(
         feed=feed,
         publisher=publisher,
         evaluation=None,  # type: ignore[arg-type]
         sink=sink,
         rollout=RolloutConfig(),
-        algorithm=AlgorithmConfig(),
+        algorithm=AlgorithmConfig(**algorithm),
         config=LearnerConfig(ranks=1),
         flush=lambda: None,
         show=show,
@@ -90,3 +91,40 @@ def test_a_step_is_written_with_its_stale_groups_and_told_with_the_brokers_state
     assert [line["stale_groups"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == [2, 2]
     assert [line["step"] for line, _ in told] == [1, 2]
     assert told[-1][1].counts.events == {"stale": 16}
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.1, False), (0.5, True)])
+def test_c26_who_rejects_much_is_warned_with_the_gap_of_tokens_and_of_completions(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, share: float, warned: bool
+) -> None:
+    rank_0 = conductor(JsonlSink(tmp_path / "metrics.jsonl"), Feed(), SimpleNamespace(stats=PublishStats()))
+    assert rank_0.next_plan(0)(0.0)
+    seen = NUMBERS | {"rejected_share": share, "sequence_ratio_max": 3.32, "kl_behavior_k1": -0.012}
+    stats: Any = StepStats(version=1, applied=True, **seen)
+    rank_0.stepped(stats, Stopwatch())
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == warned
+    assert all(part in told[0] for part in ("50 %", "0.012", "3.32", "algorithm.correction") if warned)
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (line["rejected_share"], line["sequence_ratio_max"], line["kl_behavior_k1"]) == (share, 3.32, -0.012)
+
+
+def test_tokens_of_groups_that_are_skipped_are_not_counted_as_trained(tmp_path: Path) -> None:
+    groups = [
+        make_group([make_completion([0] * 4, reward=1.0), make_completion([0] * 2)], position=0),
+        make_group([make_completion([0] * 8, reward=0.4) for _ in range(2)], position=1),
+    ]
+
+    class Full(Feed):
+        def take(self, version: int, wait_s: float) -> Batch:
+            return make_batch(groups, version=version)
+
+    rank_0 = conductor(
+        JsonlSink(tmp_path / "metrics.jsonl"), Full(), SimpleNamespace(stats=PublishStats()), recipe="dapo"
+    )
+    assert rank_0.next_plan(0)(0.0)
+    watch, stats = Stopwatch(), StepStats(version=1, applied=True, **NUMBERS)
+    watch.lap("train")
+    rank_0.stepped(stats, watch)
+    (line,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (line["trained_tokens"], line["zero_variance_groups"], line["samples"]) == (6, 1, 4)

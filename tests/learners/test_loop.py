@@ -16,9 +16,7 @@ from learners.exchange import Exchange, Plan, encode
 from learners.loop import learn
 from learners.stats import StepStats
 
-NUMBERS = dict.fromkeys(
-    ("lr", "loss", "grad_norm", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior", "entropy"), 0.0
-)
+NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
 
 
 class Scribe:

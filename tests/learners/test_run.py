@@ -82,6 +82,7 @@ def test_every_step_has_one_line_with_every_metric(begun: dict[str, Any]) -> Non
         assert (line["eval_s"] > 0.01) == (line["step"] in (1, 3)), "the passes at 0 and 2 are before these"
     assert set(begun["metrics"][0]) >= {
         "incarnation", "time", "reward_std", "loss", "ratio_mean", "ratio_max", "clip_fraction", "kl_behavior",
+        "kl_behavior_k1", "ess_share", "sequence_ratio_max", "rejected_share",
         "response_length_mean", "truncated_share", "masked_share", "staleness_mean", "train_tokens_per_s",
         "idle_share", "padding_share", "zero_variance_groups", "failed_completions",
         "stale_groups", "eval_s", "queued", "leased", "buffered", "buffer_bytes", "buffer_fill", "rss_bytes",
