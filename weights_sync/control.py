@@ -19,6 +19,7 @@ from broker.messages import Member, Publication
 from weights_sync.errors import SyncFailed
 
 SENT, ABANDONED = "sent", "abandoned"  # verdicts
+_NEWEST_ORDER = "order/newest"
 STAGED = "ok"  # what a receiver settles with; anything else is its error
 
 
@@ -45,6 +46,11 @@ def sent_key(attempt: int, part: int) -> str:
 def order_key(number: int) -> str:
     """Where rank 0 tells the other learner ranks what to send next; numbered from 1."""
     return f"order/{number}"
+
+
+def newest_order(store: TCPStore) -> int:
+    """The number of the newest order, 0 before the first."""
+    return int(store.get(_NEWEST_ORDER)) if store.check([_NEWEST_ORDER]) else 0
 
 
 def wait_here(store: TCPStore, attempt: int, ranks: Sequence[int], timeout_s: float, part: int = 0) -> None:
@@ -127,6 +133,7 @@ class Control:
         if self._parts > 1:
             self._orders += 1
             self._store.set(order_key(self._orders), order)
+            self._store.set(_NEWEST_ORDER, str(self._orders))
             self._store.delete_key(order_key(self._orders - 2))
 
     def sent(self, attempt: int) -> dict[int, str]:

@@ -76,7 +76,7 @@ class Disk:
 
     def _folders(self, path: Path) -> list[Path]:
         try:
-            return [one for one in path.iterdir() if one.is_dir()]
+            return [one for one in path.iterdir() if one.name.isdigit() and one.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:

@@ -7,6 +7,7 @@ blocked wait: every operation carries its own deadline, and a group that failed 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from weights_sync.errors import SyncFailed
+
+_JOIN_S = 2.0  # of one try to join a store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,16 +127,32 @@ def host_store(host: str, port: int, timeout_s: float) -> tuple[TCPStore, str]:
 
 
 def join_store(address: str, timeout_s: float) -> TCPStore:
-    """A client of the learner's store at ``host:port``. Raises SyncFailed when it does not answer."""
+    """A client of the learner's store at ``host:port``. Raises SyncFailed when it does not answer.
+
+    Of many connections to a healthy store torch leaves one now and then without an answer: each try is short.
+    """
     host, _, port = address.rpartition(":")
-    try:
-        # torch retries a refused connection until well past its timeout; a dead learner is known at once.
-        socket.create_connection((host, int(port)), timeout_s).close()
-        return TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise SyncFailed(
-            f"the learner's store at {address} does not answer; check weights_sync.host: {error}"
-        ) from error
+    deadline = time.monotonic() + timeout_s
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            # torch retries a refused connection until well past its timeout; a dead learner is known at once.
+            socket.create_connection((host, int(port)), left).close()
+        except (ValueError, OSError) as error:
+            raise _store_is_silent(address, error) from error
+        try:
+            first = timedelta(seconds=min(_JOIN_S, left))
+            store = TCPStore(host, int(port), is_master=False, timeout=first, wait_for_workers=False)
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise _store_is_silent(address, error) from error
+        else:
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+
+
+def _store_is_silent(address: str, error: Exception) -> SyncFailed:
+    return SyncFailed(f"the learner's store at {address} does not answer; check weights_sync.host: {error}")
 
 
 def route_to(address: str) -> str:

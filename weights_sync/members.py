@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import Broker
@@ -38,13 +39,25 @@ def at_fault(failures: Mapping[int, str]) -> set[int]:
     return {rank for rank, error in failures.items() if error in (GONE, SILENT)} or set(failures)
 
 
+def lacks(
+    receivers: Iterable[tuple[int, Member]], members: Sequence[Member], *, version: int, incarnation: int
+) -> list[int]:
+    """The ranks of the receivers that do not report the version, as the members are now."""
+    now = {key(member): member for member in members}
+    return [
+        rank
+        for rank, one in receivers
+        if key(one) not in now or not holds(now[key(one)], version=version, incarnation=incarnation)
+    ]
+
+
 @dataclass(kw_only=True)
 class Blame:
     """Failures in a row, per process; a success clears them."""
 
     counts: dict[tuple[str, int], int] = field(default_factory=dict)
     last: dict[str, str] = field(default_factory=dict)
-    resting: dict[tuple[str, int], float] = field(default_factory=dict)
+    resting: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
 
     def strike(self, member: Member, error: str, *, times: int = 1) -> None:
         """Counts a failure of this member."""
@@ -83,11 +96,15 @@ class Blame:
         """Forgets the strikes of processes that are not among these: whoever was gone and comes back is a newcomer."""
         there = {key(member) for member in members}
         self.counts = {one: times for one, times in self.counts.items() if one in there}
-        self.resting = {one: until for one, until in self.resting.items() if one in there}
+        self.resting = {one: end for one, end in self.resting.items() if one in there}
 
-    def rest(self, member: Member, until: float) -> None:
-        """It was silent: up to this time it is not to hold up the others again."""
-        self.resting[key(member)] = until
+    def rest(self, member: Member, until: float, *, fetching: float = math.inf) -> None:
+        """It was silent: up to this time, or until it holds version ``fetching``, it is not to hold up the others."""
+        self.resting[key(member)] = until, fetching
+
+    def _rests(self, member: Member, now: float) -> bool:
+        until, fetching = self.resting.get(key(member), (now, math.inf))
+        return until > now and member.policy_version < fetching
 
     def candidates(self, members: Sequence[Member]) -> list[Member]:
         """Live generators but those left out."""
@@ -96,7 +113,7 @@ class Blame:
     def awake(self, members: Sequence[Member], now: float) -> list[Member]:
         """The candidates that do not rest; all of them if they all do, since there is nobody to hold up."""
         candidates = self.candidates(members)
-        return [member for member in candidates if self.resting.get(key(member), now) <= now] or candidates
+        return [member for member in candidates if not self._rests(member, now)] or candidates
 
     def out(self, member: Member) -> bool:
         """Whether the member is left out."""

@@ -21,7 +21,7 @@ from torch.distributed import DistStoreError
 
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
-from weights_sync.control import STAGED, order_key, sent_key, verdict_key, wait_here
+from weights_sync.control import STAGED, newest_order, order_key, sent_key, verdict_key, wait_here
 from weights_sync.depot import Connect, open_depot
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import Group, group_name, join_store, make_group, route_to
@@ -175,9 +175,10 @@ class PartSender:
                 self._end_what_stands_still()
                 try:
                     self._store.wait([order_key(number)], timedelta(seconds=_TICK_S))
-                except DistStoreError:
+                    order = Order.unpacked(self._store.get(order_key(number)))
+                except DistStoreError:  # none yet, or this process has stood still while it was given and forgotten
+                    number = max(number, newest_order(self._store))
                     continue
-                order = Order.unpacked(self._store.get(order_key(number)))
                 number += 1
                 if self._sending is not None:
                     self._sending.over = True
@@ -249,8 +250,7 @@ class PartSender:
         if not text.startswith(STAGED):
             self._group = None
             log.warning("version %d, part %d: %s", sending.order.publication.version, self._part, text)
-        try:
-            if store is not None:
-                store.set(sent_key(sending.order.publication.attempt, self._part), text)
+        try:  # the orders' own client is busy for a second at a time, which is better than no answer
+            (store or self._store).set(sent_key(sending.order.publication.attempt, self._part), text)
         except RuntimeError as lost:
             log.warning("cannot tell rank 0: %s", lost)

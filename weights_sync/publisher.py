@@ -31,7 +31,7 @@ from weights_sync.deposit import Deposit
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
 from weights_sync.groups import host_store
 from weights_sync.manifest import Manifest
-from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, holds, key, live
+from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, holds, key, lacks, live
 from weights_sync.part_sender import FATAL, Order, is_sent, sizes_of
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
@@ -325,30 +325,32 @@ class Publisher:
                     raise LayoutRefused(fatal[0].removeprefix(FATAL))
                 if lost or attempt.error or self._closed or self._failure is not None:
                     return {0: attempt.error or "; ".join(lost) or "the publisher is closing"}
+                # Each operation has its own deadline, but gloo does not keep to it while it forms a group.
                 if not attempt.sent and time.monotonic() - attempt.moved_at > self._config.sync_timeout_s + _ANSWER_S:
-                    # Each operation has its own deadline, but gloo does not keep to it while it forms a group.
                     return {0: "the transfer stands still (deadline: weights_sync.sync_timeout_s)"}
                 self._changed.wait(_SLICE_S)
 
     def _wait_in_use(self, attempt: Attempt, patience_s: float) -> dict[int, str]:
-        """Waits until every receiver reports the version, has failed, or the time is over."""
-        deadline = time.monotonic() + patience_s
-        version = attempt.publication.version
+        """Waits until every receiver reports the version, has failed, or the time is over.
+
+        Where each fetches for itself, the slowest does not hold up the others' next version: it goes on by itself.
+        """
+        began, version, fetched = time.monotonic(), attempt.publication.version, self._carrier.fetched
+        late = f"does not report the version (deadline: {self._config.in_use_setting})"
         with self._changed:
             while True:
-                now = {key(m): m for m in self._members}
-                lacking = {
-                    rank: f"does not report the version (deadline: {self._config.in_use_setting})"
-                    for rank, m in attempt.ranks()
-                    if key(m) not in now or not holds(now[key(m)], version=version, incarnation=self._incarnation)
-                }
+                ranks = lacks(attempt.ranks(), self._members, version=version, incarnation=self._incarnation)
+                lacking = dict.fromkeys(ranks, late)
                 failures = self._failures(attempt)
                 if lacking.keys() <= failures.keys():
                     return {rank: failures[rank] for rank in lacking}
-                if time.monotonic() > deadline or self._closed or self._failure is not None:
-                    for rank, member in attempt.ranks() if self._carrier.fetched else ():
+                others = fetched and len(lacking) < len(attempt.members) and self._shelf.waiting is not None
+                wait_s = min(patience_s, self._config.in_use_timeout_s) if others else patience_s
+                if time.monotonic() > began + wait_s or self._closed or self._failure is not None:
+                    until = max(began + patience_s, time.monotonic() + self._rest_s)
+                    for rank, member in attempt.ranks() if fetched else ():
                         if rank in lacking:
-                            self._blame.rest(member, time.monotonic() + self._rest_s)
+                            self._blame.rest(member, until, fetching=version)
                     return lacking | failures
                 self._changed.wait(_SLICE_S)
 
@@ -381,7 +383,7 @@ class Publisher:
         publication = attempt.publication
         self._blame.book(publication, attempt.members, failures)
         with self._changed:
-            if attempt.sent and len(failures) < len(attempt.members):
+            if attempt.sent and 0 not in failures and len(failures) < len(attempt.members):
                 self._progress = time.monotonic()
             attempt.over = True
             self._carrier.ended(attempt, failed=bool(failures))

@@ -10,6 +10,7 @@ settles at once when it says so, and the blocked thread is left to its own deadl
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from weights_sync.joined import Joined
 from weights_sync.manifest import Manifest
 from weights_sync.reception import Reception, Source
 from weights_sync.staging import Staging
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ class Receiver:
                 manifest, staging = incoming.whole()
                 self._check(manifest)
                 self._settle(attempt, staged=Staged(manifest=manifest, staging=staging))
-        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, the learner and the engine's owner have to hear of it
             self._settle(attempt, error=f"{type(error).__name__}: {error}")
 
     def _watch(self, attempt: Reception) -> None:
@@ -122,4 +125,8 @@ class Receiver:
             attempt.ended.set()
             if staged is not None:
                 self._staged = (number, staged)
-        self._on_settled(number, self._source.settled(attempt, error))
+        try:
+            self._on_settled(number, self._source.settled(attempt, error))
+        except Exception as lost:  # an engine that is not told would wait for ever
+            log.exception("cannot hand attempt %d on", number)
+            self._on_settled(number, self._source.settled(attempt, error or f"{type(lost).__name__}: {lost}"))

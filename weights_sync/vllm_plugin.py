@@ -183,7 +183,7 @@ def check(model: nn.Module, manifest: Manifest) -> None:
     if packed := [name for name, parameter in parameters.items() if parameter.numel() == 0]:
         raise LayoutRefused(f"vLLM has packed {packed[0]} away; the slipstream plug-in was not loaded before the model")
     for alias, target in manifest.tied.items():
-        if alias in parameters and parameters[alias] is not parameters[target]:
+        if alias in parameters and parameters[alias] is not parameters.get(target):
             raise LayoutRefused(f"{alias} is tied to {target} in the learner, but not in the engine's model")
     wanted = {part for name, _ in model.named_parameters() for part in _parts(model, name)}
     buffers = {name for name, _ in persistent_buffers(model)}
