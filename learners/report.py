@@ -50,6 +50,12 @@ class StaleGroups:
         return self._seen - before if self._seen >= before else self._seen
 
 
+OF_STEP_STATS = (
+    *("loss", "grad_norm", "lr", "ratio_mean", "ratio_max", "clip_fraction", "ess_share", "sequence_ratio_max"),
+    *("rejected_share", "kl_behavior", "kl_behavior_k1", "entropy"),
+)
+
+
 def metrics(
     *,
     batch: Batch,
@@ -76,18 +82,7 @@ def metrics(
         "reward_mean": _mean(rewards),
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "reward_parts": reward_parts(completions),
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "ratio_mean": stats.ratio_mean,
-        "ratio_max": stats.ratio_max,
-        "clip_fraction": stats.clip_fraction,
-        "ess_share": stats.ess_share,
-        "sequence_ratio_max": stats.sequence_ratio_max,
-        "rejected_share": stats.rejected_share,
-        "kl_behavior": stats.kl_behavior,
-        "kl_behavior_k1": stats.kl_behavior_k1,
-        "entropy": stats.entropy,
+        **{name: getattr(stats, name) for name in OF_STEP_STATS},
         "response_length_mean": _mean([len(one.token_ids) for one in completions]),
         "truncated_share": _mean([one.finish_reason == "length" for one in completions]),
         "masked_share": staleness.masked_share,

@@ -97,7 +97,7 @@ class Receiver:
             self._source.leave(attempt)
 
     def _run(self, attempt: Reception) -> None:
-        """[thread] Anything that torch or the resolver raises settles the attempt: the engine's owner decides."""
+        """[thread] Whatever is raised settles the attempt: the engine's owner decides."""
         try:
             with self._source.opened(attempt) as parts:
                 threading.Thread(target=self._watch, args=(attempt,), name="verdict", daemon=True).start()
