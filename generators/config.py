@@ -33,6 +33,10 @@ class GeneratorConfig(StrictModel):
         default_factory=dict, description="passed to vLLM as they are"
     )
     delay_s: float = Field(0.0, ge=0, le=1e6, description="artificial time per group, for measuring overlap")
+    completion_delay_s: float = Field(
+        0.0, ge=0, le=1e6, description="median of an artificial log-normal time per completion, for measuring staleness"
+    )
+    completion_delay_sigma: float = Field(1.0, ge=0, le=5, description="standard deviation of that time's logarithm")
 
     @model_validator(mode="after")
     def _engine_can_be_parallel(self) -> GeneratorConfig:

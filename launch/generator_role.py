@@ -76,7 +76,7 @@ def model_directory(config: RunConfig) -> Path:
 
 def build_engine(config: RunConfig, model: Path, broker: Access) -> Engine:
     """The engine that the configuration names, not yet started."""
-    return _engine_class(config.generator.engine)(
+    engine = _engine_class(config.generator.engine)(
         model_path=str(model),
         rollout=config.rollout,
         config=config.generator,
@@ -84,6 +84,13 @@ def build_engine(config: RunConfig, model: Path, broker: Access) -> Engine:
         dtype=config.model.dtype,
         seed=config.seed,
         broker=broker,
+    )
+    if not config.generator.completion_delay_s:
+        return engine
+    from generators.delayed import DelayedEngine
+
+    return DelayedEngine(
+        engine, median_s=config.generator.completion_delay_s, sigma=config.generator.completion_delay_sigma
     )
 
 
