@@ -13,19 +13,18 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.curves import ENOUGH, final_reward, numbers, steps_to_enough
 from benchmarks.machine import machine
 from configs import dialect
 from configs.presets import DEFAULT, PRESETS
 from learners.recipes import RECIPES
 from telemetry.sink import read_jsonl
 
-ENOUGH = 0.8
-_WINDOW = 10  # steps
 _COMMON = [
     "launch.mode=serial",
     "generator.engine=transformers",
@@ -65,22 +64,15 @@ def learned(recipe: str, *, seed: int, steps: int | None, directory: Path) -> Le
     )
     logs = directory / config["project"] / config["experiment"] / "logs"
     lines, evals = (read_jsonl(logs / name) for name in ("metrics.jsonl", "eval.jsonl"))
-    rewards = _numbers(lines, "reward_mean")
-    means = {
-        end: fmean(rewards[max(0, end - _WINDOW) : end]) for end in range(min(_WINDOW, len(rewards)), len(rewards) + 1)
-    }
+    rewards = numbers(lines, "reward_mean")
     return Learned(
         recipe=recipe,
         seed=seed,
-        steps_to_enough=next((step for step, mean in means.items() if mean >= ENOUGH), None),
-        final_reward=means[len(rewards)],
-        evaluation=_numbers(evals, "reward_mean")[-1],
-        staleness=fmean(_numbers(lines, "staleness_mean")),
+        steps_to_enough=steps_to_enough(rewards),
+        final_reward=final_reward(rewards),
+        evaluation=numbers(evals, "reward_mean")[-1],
+        staleness=fmean(numbers(lines, "staleness_mean")),
     )
-
-
-def _numbers(lines: Sequence[Mapping[str, object]], name: str) -> list[float]:
-    return [float(str(line[name])) for line in lines]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
