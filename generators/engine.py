@@ -31,6 +31,10 @@ class Engine(Protocol):
     def policy_version(self) -> int:
         """The version in use; -1 before the first swap."""
 
+    @property
+    def swap_stall_s(self) -> float:
+        """For how long nothing could be sampled during the last swap; 0 before the first."""
+
     async def start(self) -> None:
         """Loads the model. The weights it starts with are never sampled from."""
 

@@ -70,6 +70,11 @@ class FakeEngine:
         """The version in use; -1 before the first swap."""
         return self._version
 
+    @property
+    def swap_stall_s(self) -> float:
+        """A swap takes no time here."""
+        return 0.0
+
     async def start(self) -> None:
         """Nothing to load."""
         self.started = True

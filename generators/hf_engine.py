@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class HfEngine:
         self._dtype, self._seed = dtype, seed
         self._stop_ids = stop_token_ids(model_path)
         self._version = -1
+        self._stall_s = 0.0
         self._model: Any = None
         self._declaration = Declaration(specs=(), tied={})
         self._receiver: Receiver | None = None
@@ -94,6 +96,12 @@ class HfEngine:
         return answering.samples()
 
     # -- generators.engine.Engine --------------------------------------------------------------------------------
+
+    @property
+    def swap_stall_s(self) -> float:
+        """How long the worker took to load the last version."""
+        return self._stall_s
+
     async def start(self) -> None:
         """Loads the model and starts sampling."""
         torch.set_num_threads(self._config.threads)
@@ -158,11 +166,13 @@ class HfEngine:
         swapped: asyncio.Future[None] = loop.create_future()
 
         def put() -> None:
+            began = time.monotonic()
             try:
                 self._load(staged.staging, publication.version)
                 if self._sync.on_update == "recompute":
                     for answering, _ in self._running.values():
                         answering.forget_cache()
+                self._stall_s = time.monotonic() - began
                 loop.call_soon_threadsafe(_resolve, swapped, None)
             except (SyncFailed, RuntimeError) as error:
                 dead = EngineDead(f"version {publication.version} could not be loaded: {error}")

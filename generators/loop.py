@@ -216,7 +216,11 @@ class _Generator:
             host=socket.gethostname(),
             pid=os.getpid(),
             leases=self._groups.leases(),
-            stats={**self._rates.stats(), "groups_in_flight": float(len(self._groups))},
+            stats={
+                **self._rates.stats(),
+                "groups_in_flight": float(len(self._groups)),
+                "swap_stall_s": self._engine.swap_stall_s,
+            },
             error=error,
             life=self._life,
         )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,10 @@ from generators.seeds import sampling_seed
 from generators.stop_tokens import stop_token_ids
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.errors import SyncFailed
-from weights_sync.vllm_plugin import BACKEND, notice_address
+from weights_sync.vllm_plugin import BACKEND, notice_address, outcome_file
+from weights_sync.vllm_prefix_cache import salt
 
-_LOOK_S = 0.5  # between looks at the health of an engine that is receiving; it cannot tell us of its own death
+_LOOK_S = 0.5  # between looks at an engine that is to answer; it cannot tell us of its own death
 _CPU_STEP_TOKENS = 2048  # prompt tokens computed in one step
 _ENDINGS = ("stop", "length", "abort")
 
@@ -68,6 +71,8 @@ class VllmEngine:
         self._loads = 0
         self._admits = asyncio.Event()  # cleared during a swap
         self._admits.set()
+        self._stall_s = 0.0
+        self._calls: set[asyncio.Task[Any]] = set()
         self._engine: Any = None
         self._directory = Path()
         self._notices: Any = None
@@ -78,6 +83,11 @@ class VllmEngine:
     def policy_version(self) -> int:
         """The version in use; -1 before the first swap."""
         return self._version
+
+    @property
+    def swap_stall_s(self) -> float:
+        """For how long nothing could be sampled during the last swap."""
+        return self._stall_s
 
     async def start(self) -> None:
         """Loads the model, in a thread, so that heartbeats go on meanwhile."""
@@ -94,9 +104,8 @@ class VllmEngine:
         NaN and spoil later answers, whatever the weights.
         """
         await self._admits.wait()  # bounded: a swap ends, or the generator does
-        tokens: dict[str, Any] = {"prompt_token_ids": prompt.token_ids.tolist()}
         # Cached blocks of another version's keys and values must not serve this prompt.
-        tokens["cache_salt"] = f"v{self._loads}"
+        tokens: dict[str, Any] = {"prompt_token_ids": prompt.token_ids.tolist(), "cache_salt": salt(self._loads)}
         final = None
         try:
             async for output in self._engine.generate(tokens, self._sampling(prompt, attempt), request_id):
@@ -122,27 +131,35 @@ class VllmEngine:
             "directory": str(self._directory),
         }
         try:
-            await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=request))
+            begin = self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=request))
+            await self._answer(begin, "while beginning to receive")
             while not settled.done():
-                # Bounded: the worker's receiver settles every attempt within its own deadlines, or has died.
+                # Bounded: the worker's receiver settles every attempt within its own deadlines, or is found dead.
                 await asyncio.wait({settled}, timeout=_LOOK_S)
-                if self._engine.errored:
-                    raise EngineDead("vLLM's engine died while receiving weights")
+                if not settled.done():
+                    await self._answer(self._engine.get_weight_version(), "while receiving")
+                    self._look(publication.attempt)
         except EngineDeadError as error:
-            raise EngineDead(str(error)) from error
+            raise EngineDead(f"vLLM's engine died while receiving weights: {error}") from error
         finally:
             del self._waiting[publication.attempt]
+            outcome_file(self._directory, publication.attempt).unlink(missing_ok=True)
         if failed := settled.result():
             raise SyncFailed(failed)
 
     async def swap(self, publication: Publication) -> None:
         """Loads the staged version between two engine steps. Raises EngineDead: a half-loaded model never serves.
 
-        Requests that come meanwhile wait here: in vLLM's queue they would meet cached blocks of the version before.
+        Requests that come meanwhile wait here, for the new version. Once begun it ends, even if whoever waits for it
+        is cancelled: what runs goes on.
         """
         self._admits.clear()
         try:
-            await self._swap(publication)
+            await self._answer(self._swap(publication), f"while version {publication.version} was loaded")
+        except EngineDead:
+            raise
+        except Exception as error:  # vLLM reports a failed call in its worker as a bare Exception
+            raise EngineDead(f"version {publication.version} could not be loaded: {error}") from error
         finally:
             self._admits.set()
 
@@ -152,25 +169,53 @@ class VllmEngine:
         core = self._engine.engine_core  # pause_generation does the same and then sleeps for 20 ms
         load = {"attempt": publication.attempt, "verify": verify}
         anew = self._sync.on_update != "keep"  # with drain nothing runs, and the blocks of the old version are free
-        try:
-            # Between pause and resume nothing is sampled: two turns to the core and back, and the load.
-            await self._engine.start_weight_update()
-            await core.pause_scheduler_async(mode="keep", clear_cache=anew)
-            await asyncio.gather(
-                self._engine.update_weights(WeightTransferUpdateRequest(update_info=load)),
-                self._engine.update_weight_version(str(publication.version)),
-            )
-            await core.resume_scheduler_async()
-            await self._engine.finish_weight_update()
-        except Exception as error:  # vLLM reports a failed call in its worker as a bare Exception
-            raise EngineDead(f"version {publication.version} could not be loaded: {error}") from error
+        await self._engine.start_weight_update()
+        # Between pause and resume nothing is sampled: two turns to the core and back, and the load.
+        began = time.monotonic()
+        await core.pause_scheduler_async(mode="keep", clear_cache=anew)
+        await asyncio.gather(
+            self._engine.update_weights(WeightTransferUpdateRequest(update_info=load)),
+            self._engine.update_weight_version(str(publication.version)),
+        )
+        await core.resume_scheduler_async()
+        self._stall_s = time.monotonic() - began
+        await self._engine.finish_weight_update()
         for name in ("payload", "manifest"):
             (self._directory / f"{name}-{publication.attempt}").unlink(missing_ok=True)
         self._loads += 1
         self._version = publication.version
 
+    async def _answer(self, call: Coroutine[Any, Any, Any], when: str) -> Any:
+        """What vLLM's core answers. Raises EngineDead when it does not within ``weights_sync.sync_timeout_s``.
+
+        Counted in looks, so that a process that was stopped for a while does not take its core for dead.
+        """
+        task = asyncio.ensure_future(call)
+        self._calls.add(task)
+        task.add_done_callback(self._ended)
+        for _ in range(math.ceil(self._sync.sync_timeout_s / _LOOK_S)):
+            await asyncio.wait({task}, timeout=_LOOK_S)
+            if task.done():
+                return task.result()
+            if self._engine.errored:
+                break
+        task.cancel()
+        reason = (
+            "died"
+            if self._engine.errored
+            else (f"did not answer within weights_sync.sync_timeout_s = {self._sync.sync_timeout_s:g} s")
+        )
+        raise EngineDead(f"vLLM's core {reason} {when}")
+
+    def _ended(self, call: asyncio.Task[Any]) -> None:
+        self._calls.discard(call)
+        if not call.cancelled():
+            call.exception()  # seen, even where nobody waits for it any more
+
     async def close(self) -> None:
         """Stops vLLM and its processes."""
+        for call in self._calls:
+            call.cancel()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -186,10 +231,18 @@ class VllmEngine:
     async def _read_notices(self) -> None:
         """Waits for the worker's notices; ended by ``close``."""
         while True:
-            attempt, error = msgpack.unpackb(await self._notices.recv())
-            future = self._waiting.get(attempt)
-            if future is not None and not future.done():
-                future.set_result(error)
+            self._settle(*msgpack.unpackb(await self._notices.recv()))
+
+    def _look(self, attempt: int) -> None:
+        """For an outcome whose notice has been lost."""
+        outcome = outcome_file(self._directory, attempt)
+        if outcome.exists():
+            self._settle(attempt, outcome.read_text())
+
+    def _settle(self, attempt: int, error: str) -> None:
+        future = self._waiting.get(attempt)
+        if future is not None and not future.done():
+            future.set_result(error)
 
     def _sampling(self, prompt: Prompt, attempt: int) -> Any:
         greedy = prompt.temperature == 0

@@ -109,9 +109,12 @@ def metrics(
 
 
 def fill(state: RunState) -> dict[str, object]:
-    """Of a step's line: what the broker holds after it, and the memory of the processes."""
+    """Of a step's line: what the broker holds after it, the memory of the processes, and what the last swap took."""
     counts, rules = state.counts, state.rules
-    generators = [member.stats.get("rss_bytes", 0.0) for member in state.members]
+    rss_bytes, stall_s = (
+        max((member.stats.get(name, 0.0) for member in state.members), default=0.0)
+        for name in ("rss_bytes", "swap_stall_s")
+    )
     return {
         "queued": counts.queued,
         "leased": counts.leased,
@@ -119,7 +122,8 @@ def fill(state: RunState) -> dict[str, object]:
         "buffer_bytes": state.buffered_bytes,
         "buffer_fill": state.buffered_bytes / rules.max_buffer_bytes if rules else 0.0,
         "rss_bytes": psutil.Process().memory_info().rss,
-        "generator_rss_bytes_max": max(generators, default=0.0),
+        "generator_rss_bytes_max": rss_bytes,
+        "sync_stall_s": stall_s,
     }
 
 

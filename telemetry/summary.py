@@ -60,7 +60,14 @@ def _training(records: Sequence[Mapping[str, object]], max_staleness: int) -> li
         ("masked", f"{_mean(records, 'masked_share'):.2%} of tokens in the batches"),
         ("stale groups", f"{stale:.0f} thrown away whole, {stale / max(1.0, stale + trained):.2%} of those delivered"),
         ("learner waits", f"{_mean(records, 'idle_share'):.0%} of a step"),
+        ("sampling stops", _stall(records)),
     ]
+
+
+def _stall(records: Sequence[Mapping[str, object]]) -> str:
+    """How long an update of the weights keeps the slowest generator from sampling, and of the steps' wall time."""
+    stall_s, step_s = (_mean(records, name) for name in ("sync_stall_s", "step_s"))
+    return f"{stall_s * 1000:.1f} ms an update, {stall_s / step_s if step_s else 0.0:.2%} of a step"
 
 
 def _mean(records: Sequence[Mapping[str, object]], key: str) -> float:

@@ -6,6 +6,7 @@
 vLLM on CPU packs linear weights into oneDNN's own format at load and leaves an empty parameter behind; later loads
 then fail or, for a tied head, go stale without a word. So packing is switched off before the model is loaded: live
 weights stay plain tensors that are loaded in place and can be compared with what was sent.
+weights_sync/vllm_prefix_cache.py is the part that lives beside vLLM's scheduler.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.manifest import Manifest, check_names, decode, encode
 from weights_sync.receiver import Receiver, Staged
 from weights_sync.staging import Staging, persistent_buffers
+from weights_sync.vllm_prefix_cache import keep_versions_apart
 
 BACKEND = "slipstream"
 _NOTICE_LINGER_MS = 5000
@@ -55,6 +57,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "SlipstreamTransfer")
     parent = multiprocessing.parent_process()
     if parent is not None:
+        keep_versions_apart()
         # vLLM's core outlives a SIGKILL of its parent and would keep the device's memory.
         threading.Thread(target=_die_with, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
 
@@ -137,12 +140,15 @@ class SlipstreamTransfer(WeightTransferEngine[StageRequest, LoadRequest]):  # ty
     def _check(self, manifest: Manifest) -> None:
         if self._layout is not None and manifest.layout() == self._layout:
             return
-        check(self.model, manifest)
+        check(self.model, manifest, workers=self._workers)
 
     def _notify(self, attempt: int, error: str) -> None:
         """[receiver's thread] Tells the generator process; a socket of its own, since sockets belong to threads."""
         if not error and self._workers > 1:
             self._share(attempt)
+        outcome = outcome_file(self._directory, attempt)  # what is found if the message gets lost
+        outcome.with_suffix(".part").write_text(error)
+        outcome.with_suffix(".part").rename(outcome)
         socket: Any
         with zmq.Context.instance().socket(zmq.PUSH) as socket:
             socket.linger = _NOTICE_LINGER_MS
@@ -174,10 +180,18 @@ def notice_address(directory: Path) -> str:
     return f"ipc://{directory}/notices"
 
 
-def check(model: nn.Module, manifest: Manifest) -> None:
-    """Raises LayoutRefused unless the manifest names exactly what this vLLM model loads.
+def outcome_file(directory: Path, attempt: int) -> Path:
+    """Where the outcome of an attempt is written: its error, empty when the version is staged."""
+    return directory / f"settled-{attempt}"
+
+
+def check(model: nn.Module, manifest: Manifest, *, workers: int = 1) -> None:
+    """Raises LayoutRefused unless the manifest names exactly what this vLLM model loads, in shapes that fit.
 
     vLLM fuses projections (``packed_modules_mapping``): the wanted names are the parts, as the learner calls them.
+
+    Args:
+        workers: that the model is cut over.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if packed := [name for name, parameter in parameters.items() if parameter.numel() == 0]:
@@ -192,6 +206,27 @@ def check(model: nn.Module, manifest: Manifest) -> None:
         got=[entry.name for entry in manifest.entries],
         who=f"the engine's {type(model).__name__}",
     )
+    _check_shapes(model, {entry.name: entry.shape for entry in manifest.entries}, workers)
+
+
+def _check_shapes(model: nn.Module, sent: Mapping[str, tuple[int, ...]], workers: int) -> None:
+    """Before the swap: vLLM's own loaders find out in the middle of it, when the engine is past saving."""
+    for name, parameter in model.named_parameters():
+        live = list(parameter.shape)
+        rows: Any = getattr(model.get_submodule(name.rpartition(".")[0]), "org_vocab_size", None)
+        if rows is not None and workers == 1:
+            live[0] = rows  # without padding
+        parts = [(part, sent[part]) for part in _parts(model, name)]
+        whole = [sum(shape[0] for _, shape in parts if shape), *parts[0][1][1:]] if live else []
+        same_rest = all(shape[1:] == parts[0][1][1:] for _, shape in parts) and len(whole) == len(live)
+        if not same_rest or not all(_fits(*sizes, workers) for sizes in zip(whole, live, strict=True)):
+            came = ", ".join(f"{part} {list(shape)}" for part, shape in parts)
+            raise LayoutRefused(f"{came} does not fit the engine's {name} {live} on {workers} worker(s)")
+
+
+def _fits(sent: int, live: int, workers: int) -> bool:
+    """Whether a dimension is whole on each worker, or a shard: padded, or the same on several, where it must be."""
+    return sent == live if workers == 1 else live <= sent or sent <= live * workers
 
 
 def load(model: nn.Module, staged: Staged) -> None:

@@ -179,6 +179,29 @@ def test_c40_prompts_that_come_during_a_swap_are_the_new_versions_and_meet_no_ol
         np.testing.assert_allclose(sample.behavior_logprobs, logprobs(vllm.model, ids, tokens, 1.0), atol=1e-5)
 
 
+def test_requests_that_wait_in_vllms_queue_over_a_swap_start_from_the_new_version_alone(vllm: Setup) -> None:
+    ids = PROMPTS[0] * 40
+
+    async def crowd() -> Any:
+        asked = [prompt(ids, n=8, max_tokens=40, seed=i) for i in range(2 * CONFIG.max_num_seqs // 8)]
+        answers = asyncio.gather(
+            *(vllm.engine.generate(one, request_id=f"r{i}", attempt=1) for i, one in enumerate(asked))
+        )
+        await vllm.engine.generate(prompt(PROMPTS[1], max_tokens=2), request_id="short", attempt=1)
+        vllm.learner.step()
+        await vllm.learner.publish(vllm.engine)
+        return [sample for samples in await answers for sample in samples]
+
+    vllm.ask(ids)
+    samples = vllm.run(crowd())
+    assert len(samples) == 2 * CONFIG.max_num_seqs
+    late = [sample for sample in samples if sample.version_runs[0, 0] == vllm.learner.version]
+    assert len(late) >= CONFIG.max_num_seqs / 2 and len(late) < len(samples)
+    for sample in late:
+        wanted = logprobs(vllm.model, ids, sample.token_ids.tolist(), 1.0)
+        np.testing.assert_allclose(sample.behavior_logprobs, wanted, atol=1e-5)
+
+
 def test_more_prompt_tokens_than_one_step_takes_are_answered_under_their_seeds(vllm: Setup) -> None:
     async def crowd() -> Any:
         asked = [prompt(ids * 50, n=4, max_tokens=4, seed=i) for i, ids in enumerate(PROMPTS)]

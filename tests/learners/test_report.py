@@ -20,9 +20,9 @@ def test_the_fill_of_the_buffer_and_the_memory_are_told() -> None:
     members = tuple(
         Member(
             member_id=name, role="generator", state=MemberState.SERVING, policy_version=0, incarnation=0,
-            host="", pid=1, stats={"rss_bytes": size},
+            host="", pid=1, stats={"rss_bytes": size, "swap_stall_s": stall},
         )
-        for name, size in (("a", 5.0), ("b", 7.0))
+        for name, size, stall in (("a", 5.0, 0.25), ("b", 7.0, 0.125))
     )  # fmt: skip
     told = fill(
         RunState(
@@ -32,6 +32,7 @@ def test_the_fill_of_the_buffer_and_the_memory_are_told() -> None:
     )  # fmt: skip
     assert (told["queued"], told["leased"], told["buffered"]) == (4, 3, 2)
     assert (told["buffer_bytes"], told["buffer_fill"], told["generator_rss_bytes_max"]) == (250, 0.25, 7.0)
+    assert told["sync_stall_s"] == 0.25
     assert psutil.Process().memory_info().rss / 2 < told["rss_bytes"] < psutil.Process().memory_info().rss * 2  # type: ignore[operator]
 
 

@@ -18,6 +18,8 @@ def write_run(run_dir: Path) -> None:
                 "staleness_max": 1 if step == 7 else 0,
                 "masked_share": 0.05,
                 "idle_share": 0.25,
+                "sync_stall_s": 0.03 if step <= 20 else 0.01,
+                "step_s": 4.0,
             }
         )
     JsonlSink(run_dir / "logs" / "eval.jsonl").write({"eval": True, "policy_version": 40, "reward_mean": 0.93})
@@ -32,7 +34,17 @@ def books(fed: int) -> Counts:
 def test_it_says_what_came_of_the_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     text = summarize(tmp_path, total_steps=40, max_staleness=1, wall_s=65.0, counts=books(40))
-    for part in ("40 of 40", "0.100 -> 0.900", "4,000", "max 1, bound 1", "5.00%", "25%", "65.0 s", "0.930"):
+    for part in (
+        "40 of 40",
+        "0.100 -> 0.900",
+        "4,000",
+        "max 1, bound 1",
+        "5.00%",
+        "25%",
+        "65.0 s",
+        "0.930",
+        "20.0 ms an update, 0.50% of",
+    ):
         assert part in text
     assert "40 prompts fed, balanced" in text
     assert str(tmp_path / "logs") in text
