@@ -39,6 +39,11 @@ class DelayedEngine:
         """See Engine."""
         return self._engine.policy_version
 
+    @property
+    def swap_stall_s(self) -> float:
+        """See Engine."""
+        return self._engine.swap_stall_s
+
     async def start(self) -> None:
         """See Engine."""
         await self._engine.start()
