@@ -232,6 +232,11 @@ class Caller(ABC):
         return self._call(calls.ReadPublication(after_attempt=after_attempt), wait_s=wait_s)
 
     # -- weights on their way ----------------------------------------------------------------------------------
+    @property
+    def max_blob_bytes(self) -> int:
+        """See broker.contract.Broker."""
+        return self._config.max_blob_bytes
+
     def put_blob(self, name: str, data: bytes) -> None:
         """See broker.contract.Broker."""
         self._call(

@@ -116,6 +116,10 @@ class Broker(Protocol):
         """Queues dead prompts again, with all their attempts; returns how many of these there were."""
 
     # -- weights on their way ----------------------------------------------------------------------------------
+    @property
+    def max_blob_bytes(self) -> int:
+        """How many bytes all blobs together may have: ``broker.max_blob_bytes`` of this client."""
+
     def put_blob(self, name: str, data: bytes) -> None:
         """Keeps ``data`` under ``name`` until it is swept away, in place of what was there. Needs no open run.
 

@@ -1,12 +1,14 @@
 """The few words that learner and receivers exchange about an attempt, as keys in the learner's store.
 
     receiver: here -> (transfer) -> settled            learner: (all here) -> transfer -> verdict
+    another learner rank: ready -> (its transfer) -> sent, and a beat all the time
 
 A store's client serves one call at a time, waiting calls included: who waits in one must not share it.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +23,9 @@ from weights_sync.errors import SyncFailed
 SENT, ABANDONED = "sent", "abandoned"  # verdicts
 _NEWEST_ORDER = "order/newest"
 STAGED = "ok"  # what a receiver settles with; anything else is its error
+FATAL = "fatal: "  # begins what a learner rank says of its part that no other attempt can mend
+_OF_ATTEMPT = re.compile(r"(?:here|verdict|settled|ready|sent)/(\d+)[./]")
+_OF_EPOCH = re.compile(r"epoch(\d+)\.")  # groups.group_name
 
 
 def here_key(attempt: int, rank: int, part: int = 0) -> str:
@@ -41,6 +46,16 @@ def settled_key(attempt: int, rank: int) -> str:
 def sent_key(attempt: int, part: int) -> str:
     """Where the learner rank that sends a part says how that ended: STAGED or its error."""
     return f"sent/{attempt}/{part}"
+
+
+def ready_key(attempt: int, part: int) -> str:
+    """Set when a part is sealed: from then on its sender waits for receivers, not they for it."""
+    return f"ready/{attempt}/{part}"
+
+
+def beat_key(part: int) -> str:
+    """Where the learner rank that sends a part counts on as long as it is neither stopped nor hung."""
+    return f"beat/{part}"
 
 
 def order_key(number: int) -> str:
@@ -64,12 +79,18 @@ def wait_here(store: TCPStore, attempt: int, ranks: Sequence[int], timeout_s: fl
         ) from None
 
 
+def is_sent(text: str) -> bool:
+    """Whether that is what another learner rank says of a part that it has sent."""
+    return text.split(" ", 1)[0] == STAGED
+
+
 @dataclass(kw_only=True)
 class Attempt:
     """One try at sending, as the learner sees it.
 
     Attributes:
         members: the receivers in rank order, as they were when it began.
+        refused: what no other attempt can mend.
         others: what the other learner ranks said of their parts.
         announced: receivers can know of it.
         over: decided; whatever its transfer thread still does counts for nothing.
@@ -79,6 +100,7 @@ class Attempt:
     members: tuple[Member, ...]
     sent: bool = False
     error: str = ""
+    refused: str = ""
     announced: bool = False
     over: bool = False
     others: tuple[str, ...] = ()
@@ -119,14 +141,15 @@ class Control:
             if self._store.check([settled_key(attempt, rank)])
         }
 
-    def forget(self, attempt: int, ranks: Iterable[int]) -> None:
-        """Removes an old attempt's keys, so that the store does not grow with the run."""
-        for rank in ranks:
-            here = [here_key(attempt, rank, part) for part in range(self._parts)]
-            for key in (*here, verdict_key(attempt, rank), settled_key(attempt, rank)):
+    def sweep(self, *, attempt: int, epoch: int) -> None:
+        """Removes the keys of attempts and epochs before these, also of who came late to them.
+
+        Without it the store would grow by a dozen keys with every generator that comes or goes.
+        """
+        for key in self._store.list_keys():
+            of_attempt, of_epoch = _OF_ATTEMPT.match(key), _OF_EPOCH.match(key)
+            if (of_attempt and int(of_attempt[1]) < attempt) or (of_epoch and int(of_epoch[1]) < epoch):
                 self._store.delete_key(key)
-        for part in range(1, self._parts):
-            self._store.delete_key(sent_key(attempt, part))
 
     def order(self, order: str) -> None:
         """Tells the other learner ranks what to send; the order before the last is forgotten."""
@@ -143,3 +166,16 @@ class Control:
             for part in range(1, self._parts)
             if self._store.check([sent_key(attempt, part)])
         }
+
+    def came(self, attempt: int, part: int, ranks: Iterable[int]) -> list[int]:
+        """The receivers that are there for a part; after an abandoned attempt's verdict, all."""
+        return [rank for rank in ranks if self._store.check([here_key(attempt, rank, part)])]
+
+    def ready(self, attempt: int, part: int) -> bool:
+        """Whether another learner rank has sealed its part."""
+        return self._store.check([ready_key(attempt, part)])
+
+    def beats(self) -> dict[int, str]:
+        """How far each other learner rank has counted."""
+        keys = {part: beat_key(part) for part in range(1, self._parts)}
+        return {part: self._store.get(key).decode() for part, key in keys.items() if self._store.check([key])}

@@ -1,7 +1,8 @@
 """Sending by a depot: rank 0 and the others leave their parts, then the version is announced and everyone fetches it.
 
 What was left stays until every reader it was announced to has confirmed it: it reports that version or a newer one, or
-that it could not use it, or it is gone or left out. That is one version most of the time; ``MOST`` bounds it.
+that it could not use it, or it is gone or left out. That is one version most of the time; ``MOST`` bounds it. Where
+there is no room for the next one, the oldest is given up: who is still to read it gets a newer one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from broker.contract import Broker
 from broker.messages import Member
 from weights_sync.answers import answered
-from weights_sync.config import WeightsSyncConfig
+from weights_sync.config import RELAY_BUCKET_BYTES, WeightsSyncConfig
 from weights_sync.control import Attempt
 from weights_sync.depot import Connect, address, folder_at, open_depot
-from weights_sync.errors import SyncFailed
+from weights_sync.errors import NO_ROOM, LayoutRefused, SyncFailed
 from weights_sync.manifest import Manifest
 from weights_sync.members import key
-from weights_sync.parcel import folder_of, put_part
+from weights_sync.parcel import folder_of, put_part, room_for
+from weights_sync.staging import Declaration
 from weights_sync.updates import Payload
 
 log = logging.getLogger(__name__)
@@ -48,15 +50,25 @@ class Deposit:
 
     fetched = True
 
-    def __init__(self, config: WeightsSyncConfig, connect: Connect, *, run: str, incarnation: int) -> None:
+    def __init__(
+        self, config: WeightsSyncConfig, connect: Connect, declaration: Declaration, *, run: str, incarnation: int
+    ) -> None:
         self.address = address(config, run, incarnation)
         self._config, self._connect = config, connect
         self._folder = folder_at(self.address, config.transport)
         self._left: dict[int, Left] = {}
         depot = open_depot(config, connect, self._folder)
         try:
+            # What can never be written is said before training begins.
+            version, largest = room_for(config, declaration)
+            most, bound = depot.capacity()
+            if version > most:
+                raise LayoutRefused(
+                    f"a version of this model takes {version} bytes, more than {bound}: it needs as many, and twice "
+                    "that for sending one while another is still read"
+                )
             depot.sweep(())
-            depot.put(f"{self._folder}/0/probe", b"")  # what cannot be written is said before training begins
+            depot.put(f"{self._folder}/0/probe", bytes(min(largest, RELAY_BUCKET_BYTES)))
             depot.sweep(())
         finally:
             depot.close()
@@ -110,13 +122,23 @@ class Deposit:
 
     def ended(self, attempt: Attempt, *, failed: bool) -> None:
         """See weights_sync.carrier.Carrier."""
-        if not attempt.announced:
-            self._left.pop(attempt.publication.attempt, None)
+        if attempt.announced:
+            return
+        self._left.pop(attempt.publication.attempt, None)
+        if NO_ROOM in attempt.error and self._left:
+            oldest = self._left.pop(min(self._left))
+            log.warning(
+                "version %d is given up to make room for version %d, though not yet read by %s: %s",
+                oldest.version, attempt.publication.version, ", ".join(sorted(one for one, _ in oldest.readers)),
+                attempt.error,
+            )  # fmt: skip
 
     def tidy(self, broker: Broker, readers: Iterable[Member]) -> None:
         """See weights_sync.carrier.Carrier. What is left of attempts that were given up goes as well."""
         readers = tuple(readers)
-        self._left = {number: one for number, one in self._left.items() if any(map(one.wanted_by, readers))}
+        for number, one in tuple(self._left.items()):  # a transfer that was left behind may add to it meanwhile
+            if not any(map(one.wanted_by, readers)):
+                self._left.pop(number, None)
         try:
             depot = open_depot(self._config, lambda: broker, self._folder)
             depot.sweep([one.folder for one in self._left.values()])

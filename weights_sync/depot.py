@@ -25,8 +25,14 @@ _RUN = re.compile(r"[\w.+=,@-]+")
 class Depot(Protocol):
     """For one thread. Every method raises SyncFailed that names the setting to change."""
 
+    def capacity(self) -> tuple[int, str]:
+        """How many bytes can ever lie there, and what bounds them."""
+
     def put(self, name: str, data: Any) -> None:
-        """Leaves ``data`` (a buffer of bytes) under a name, whole or not at all, in place of what was there."""
+        """Leaves ``data`` (a buffer of bytes) under a name, whole or not at all, in place of what was there.
+
+        Raises NoRoom where something else would have to go first.
+        """
 
     def read(self, name: str) -> bytes:
         """All of a blob."""

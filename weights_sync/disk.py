@@ -6,13 +6,16 @@ learner must not delete yet is for its publisher to know (weights_sync/readers.p
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from weights_sync.errors import SyncFailed
+from weights_sync.errors import NO_ROOM, NoRoom, SyncFailed
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Disk:
@@ -22,6 +25,11 @@ class Disk:
         self._root, self._run = root, run
         if not root.is_dir():
             raise SyncFailed(f"weights_sync.dir = {root} is no directory here: create it, or mount what is shared")
+
+    def capacity(self) -> tuple[int, str]:
+        """See weights_sync.depot.Depot."""
+        total = shutil.disk_usage(self._root).total
+        return total, f"the file system of weights_sync.dir = {self._root}, which has {total} bytes"
 
     def put(self, name: str, data: Any) -> None:
         """See weights_sync.depot.Depot."""
@@ -89,4 +97,5 @@ class Disk:
             return  # not empty, or gone already
 
     def _unusable(self, what: str, error: OSError) -> SyncFailed:
-        return SyncFailed(f"weights_sync.dir = {self._root} {what}: {error.strerror or error} ({error.filename or ''})")
+        text = f"weights_sync.dir = {self._root} {what}: {error.strerror or error} ({error.filename or ''})"
+        return NoRoom(f"{NO_ROOM}: {text}") if error.errno in _FULL else SyncFailed(text)

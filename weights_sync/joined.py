@@ -42,10 +42,11 @@ class Joined:
     def opened(self, attempt: Reception) -> Iterator[ReceivePart]:
         """See weights_sync.reception.Source."""
         publication = attempt.publication
-        if self._store is None or self._store[0] != publication.store:
+        known, self._store = self._store, None  # a client is kept if nothing waits in it after this attempt
+        if known is None or known[0] != publication.store:
             check_transport(publication.store, "collective")
-            self._store = (publication.store, join_store(publication.store, self._config.sync_timeout_s))
-        store = self._own.store = self._store[1]
+            known = (publication.store, join_store(publication.store, self._config.sync_timeout_s))
+        store = self._own.store = known[1]
 
         def part_of(part: int, room: Room) -> tuple[Manifest, Tensor]:
             if part == 0 and store.check([verdict_key(publication.attempt, attempt.rank)]):
@@ -55,6 +56,7 @@ class Joined:
             return receive(self._group_for(attempt, store, part), publication, part, room)
 
         yield part_of
+        self._store = known
 
     def watch(self, attempt: Reception) -> str:
         """See weights_sync.reception.Source. Woken by the learner's verdict, by its death, or by ``leave``."""

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import Broker
 from broker.messages import Member, MemberState, Publication
+from weights_sync.errors import NoReceiver
 
 log = logging.getLogger(__name__)
 
 STRIKES = 3  # failures in a row after which a receiver is left out until its process is replaced
-GONE, SILENT = "is gone", "does not answer"  # how an attempt ended for a receiver that could not say so itself
+# How an attempt ended for a receiver that could not say so itself, or for which others waited in vain.
+GONE, SILENT = "is gone", "does not answer"
+LATE = "did not come for its part in time (deadline: weights_sync.sync_timeout_s)"
 _LIVE = (MemberState.SYNCING, MemberState.SERVING, MemberState.STALE, MemberState.SUSPECT)
 _POLL_S = 1.0  # one long poll; bounds how long closing takes
 
@@ -35,8 +39,12 @@ def holds(member: Member, *, version: int, incarnation: int) -> bool:
 
 
 def at_fault(failures: Mapping[int, str]) -> set[int]:
-    """Ranks to blame for a failed attempt: the gone and the silent if there are any; they break it for the others."""
-    return {rank for rank, error in failures.items() if error in (GONE, SILENT)} or set(failures)
+    """Ranks to blame for a failed attempt: the gone, silent and late if there are any; they break it for the others.
+
+    Nor is anyone else to blame where the learner (rank 0) has failed.
+    """
+    culprits = {rank for rank, error in failures.items() if error in (GONE, SILENT, LATE)}
+    return culprits or (set() if 0 in failures else set(failures))
 
 
 def lacks(
@@ -125,7 +133,7 @@ class Blame:
 
 
 class Solitude:
-    """Says once that there is nobody to send to, and once that there is again."""
+    """Says once that there is nobody to send to, and once that there is again; ends what has lasted too long."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._alone = limit_s, False
@@ -142,6 +150,14 @@ class Solitude:
         elif self._alone and not alone:
             log.info("version %d waits no longer: there is a generator to take it", version)
         self._alone = alone
+
+    def end(self, blame: Blame, version: int, *, since: float) -> None:
+        """Raises NoReceiver where nobody has taken a version since a moment that is too long ago."""
+        if time.monotonic() - since > self._limit_s:
+            raise NoReceiver(
+                f"no generator took version {version} for weights_sync.no_generator_timeout_s = {self._limit_s:g} s; "
+                f"{blame.text() or 'none is alive'}"
+            )
 
 
 class MemberWatch:

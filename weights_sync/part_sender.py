@@ -1,7 +1,8 @@
 """The sending end on the learner ranks other than 0: fills slots and sends its part when rank 0 orders it.
 
-rank 0: order -> [orders thread: seal] -> [transfer thread: receivers here, group, send] -> "sent" in the store
-                                       or [transfer thread: into the depot]
+rank 0: order -> [orders thread] -> [transfer thread: seal, "ready", receivers here, group, send] -> "sent" in the store
+                                 or [transfer thread: seal, "ready", into the depot]
+The orders thread also counts on in the store, by which rank 0 knows that this process is not stopped.
 """
 
 from __future__ import annotations
@@ -17,15 +18,26 @@ from typing import Any
 
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistStoreError
 
+from broker.errors import SlipstreamError
 from broker.messages import Publication
 from weights_sync.config import WeightsSyncConfig
-from weights_sync.control import STAGED, newest_order, order_key, sent_key, verdict_key, wait_here
+from weights_sync.control import (
+    FATAL,
+    STAGED,
+    beat_key,
+    newest_order,
+    order_key,
+    ready_key,
+    sent_key,
+    verdict_key,
+    wait_here,
+)
 from weights_sync.depot import Connect, open_depot
 from weights_sync.errors import LayoutRefused, SyncFailed
 from weights_sync.groups import Group, group_name, join_store, make_group, route_to
 from weights_sync.parcel import folder_of, put_part
+from weights_sync.senders import beat_s
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
@@ -34,8 +46,6 @@ from weights_sync.updates import Payload
 
 log = logging.getLogger(__name__)
 
-FATAL = "fatal: "  # what no other attempt can mend
-_TICK_S = 1.0
 _MARGIN_S = 2.0
 
 
@@ -72,10 +82,14 @@ class Order:
 class _Sending:
     order: Order
     over: bool = False
-    moved_at: float = field(default_factory=lambda: float("inf"))  # until the receivers are there
+    moved_at: float = field(default_factory=time.monotonic)
 
     def moved(self) -> None:
         self.moved_at = time.monotonic()
+
+    def waits(self) -> None:
+        """For receivers, which come when the parts before have been sent."""
+        self.moved_at = float("inf")
 
 
 def send_part(
@@ -116,9 +130,9 @@ def send_part(
     return group
 
 
-def is_sent(text: str) -> bool:
-    """Whether that is what another rank says of a part that it has sent."""
-    return text.split(" ", 1)[0] == STAGED
+def said(error: Exception) -> str:
+    """An error for those who only read of it: one that is not ours needs its type's name."""
+    return str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
 
 
 def sizes_of(text: str) -> tuple[int, int]:
@@ -154,6 +168,8 @@ class PartSender:
         self._closed = threading.Event()
         self._group: tuple[int, Group] | None = None  # of an epoch
         self._sending: _Sending | None = None
+        self._beats = 0
+        self._tick_s = beat_s(config.sync_timeout_s)
         self._store = join_store(address, config.sync_timeout_s)
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
         self._thread.start()
@@ -165,27 +181,39 @@ class PartSender:
     def close(self) -> None:
         """Takes no more orders."""
         self._closed.set()
-        self._thread.join(timeout=2 * _TICK_S)
+        self._thread.join(timeout=2 * self._tick_s + 1.0)
 
     def _run(self) -> None:
-        """Waits for orders; woken by them, and each second to see whether a transfer stands still."""
+        """Waits for orders; woken by them, and each beat to see whether a transfer stands still."""
         number = 1
+        while not self._closed.is_set():
+            self._end_what_stands_still()
+            try:
+                self._beats += 1
+                self._store.set(beat_key(self._part), str(self._beats))
+                self._store.wait([order_key(number)], timedelta(seconds=self._tick_s))
+                order = Order.unpacked(self._store.get(order_key(number)))
+            except RuntimeError as error:  # DistStoreError: none yet, or this process has stood still while it came
+                number = self._newest(number, error)
+                continue
+            number += 1
+            if self._sending is not None:
+                self._sending.over = True
+            self._sending = sending = _Sending(order=order)
+            threading.Thread(target=self._transfer, args=(sending,), name="transfer", daemon=True).start()
+
+    def _newest(self, number: int, error: RuntimeError) -> int:
+        """The order to wait for now. Rank 0 may have stood still: its store is joined anew until this rank closes."""
         try:
-            while not self._closed.is_set():
-                self._end_what_stands_still()
-                try:
-                    self._store.wait([order_key(number)], timedelta(seconds=_TICK_S))
-                    order = Order.unpacked(self._store.get(order_key(number)))
-                except DistStoreError:  # none yet, or this process has stood still while it was given and forgotten
-                    number = max(number, newest_order(self._store))
-                    continue
-                number += 1
-                if self._sending is not None:
-                    self._sending.over = True
-                self._sending = sending = _Sending(order=order)
-                threading.Thread(target=self._transfer, args=(sending,), name="transfer", daemon=True).start()
-        except RuntimeError as error:  # rank 0 is gone, and the run with it
-            log.warning("no more orders from %s: %s", self._address, error)
+            return max(number, newest_order(self._store))
+        except RuntimeError:
+            log.warning("no orders from %s: %s", self._address, error)
+        try:
+            self._store = join_store(self._address, self._config.sync_timeout_s)
+        except SyncFailed as gone:
+            log.warning("%s", gone)
+            self._closed.wait(self._tick_s)
+        return number
 
     def _end_what_stands_still(self) -> None:
         sending = self._sending
@@ -204,15 +232,17 @@ class PartSender:
             payload = self._slots.payload(
                 manifest, order.slot, base_slot=order.base_slot, base_version=order.base_version
             )
+            store.set(ready_key(publication.attempt, self._part), "1")
             if self._config.transport == "collective":
+                sending.waits()
                 self._send(store, sending, payload)
             else:
                 self._deposit(sending, payload)
             self._tell(store, sending, f"{STAGED} {payload.data.numel()} {manifest.payload_bytes}")
         except LayoutRefused as error:
             self._tell(store, sending, f"{FATAL}{error}")
-        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
-            self._tell(store, sending, str(error))
+        except Exception as error:  # whatever it is, rank 0 has to hear of it
+            self._tell(store, sending, said(error))
 
     def _deposit(self, sending: _Sending, payload: Payload) -> None:
         publication = sending.order.publication
@@ -234,7 +264,8 @@ class PartSender:
                     group=known, device=self._device, address=route_to(self._address), moved=sending.moved,
                     over=lambda: sending.over,
                 )  # fmt: skip
-                self._group = None if sending.over else (publication.epoch, group)
+                if not sending.over:  # else a later attempt, of another epoch, may have formed its own
+                    self._group = (publication.epoch, group)
                 return
             except SyncFailed:
                 waiting = sending.moved_at == float("inf")

@@ -31,8 +31,9 @@ from weights_sync.deposit import Deposit
 from weights_sync.errors import LayoutRefused, NoReceiver, SyncFailed
 from weights_sync.groups import host_store
 from weights_sync.manifest import Manifest
-from weights_sync.members import GONE, SILENT, STRIKES, Blame, MemberWatch, Solitude, holds, key, lacks, live
-from weights_sync.part_sender import FATAL, Order, is_sent, sizes_of
+from weights_sync.members import GONE, LATE, SILENT, STRIKES, Blame, MemberWatch, Solitude, holds, key, lacks, live
+from weights_sync.part_sender import Order, said, sizes_of
+from weights_sync.senders import Senders
 from weights_sync.shelf import Shelf
 from weights_sync.slots import Slots
 from weights_sync.staging import Declaration
@@ -74,6 +75,7 @@ class Publisher:
         self._shelf = Shelf(sparse=config.sparse)
         self._store, self.address = host_store(config.host, config.port, config.sync_timeout_s)
         self._control = Control(self._store, parts=self._parts)
+        self._senders = Senders(self._control, parts=self._parts, timeout_s=config.sync_timeout_s)
         self._changed = threading.Condition()
         broker = connect()
         state = broker.state()
@@ -81,7 +83,9 @@ class Publisher:
         self._carrier: Carrier = (
             Collective(config, self.address, self._control, device=device)
             if config.transport == "collective"
-            else Deposit(config, connect, run=state.rules.run if state.rules else "", incarnation=incarnation)
+            else Deposit(
+                config, connect, declaration, run=state.rules.run if state.rules else "", incarnation=incarnation
+            )
         )
         self._members = state.members
         self._blame = Blame()
@@ -105,7 +109,7 @@ class Publisher:
     # -- the learner's thread ----------------------------------------------------------------------------------
     def reserve(self) -> int:
         """The slot that every learner rank fills with the next version. Raises what ended the publisher."""
-        self._raise_failure()
+        self.check()
         return self._shelf.reserve()
 
     def offer(self, version: int, tensors: Iterable[tuple[str, Tensor]], slot: int | None = None) -> None:
@@ -114,7 +118,7 @@ class Publisher:
         A version that still waits is replaced. ``slot``: as reserved, where other ranks fill theirs. Raises
         LayoutRefused, or what ended the publisher.
         """
-        self._raise_failure()
+        self.check()
         slot = self._shelf.reserve() if slot is None else slot
         self._slots.fill(slot, version, tensors)
         self._shelf.offered(slot, version)
@@ -127,7 +131,7 @@ class Publisher:
         with self._changed:
             done = self._changed.wait_for(lambda: self._failure is not None or not self._behind(), timeout_s)
             behind = self._behind()
-        self._raise_failure()
+        self.check()
         if not done:
             raise SyncFailed(
                 f"version {self._offered} is not in use after {timeout_s:g} s at {', '.join(behind) or 'anyone'} "
@@ -136,7 +140,8 @@ class Publisher:
 
     def check(self) -> None:
         """For who waits for something else. Raises what ended the publisher."""
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Stops sending. An attempt under way is abandoned."""
@@ -148,17 +153,10 @@ class Publisher:
 
     def _behind(self) -> list[str]:
         """Live generators that do not use the newest offered version; caller holds the lock."""
-        candidates = self._blame.candidates(self._members)
-        if self._offered < 0:
-            return []
-        wanted, booked = self._offered, self.stats.version == self._offered
-        return [
-            m.member_id for m in candidates if not (booked and holds(m, version=wanted, incarnation=self._incarnation))
-        ]
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        wanted, incarnation = self._offered, self._incarnation
+        candidates = self._blame.candidates(self._members) if wanted >= 0 else ()
+        booked = self.stats.version == wanted
+        return [m.member_id for m in candidates if not (booked and holds(m, version=wanted, incarnation=incarnation))]
 
     # -- the watch's thread ------------------------------------------------------------------------------------
     def _members_are(self, members: tuple[Member, ...]) -> None:
@@ -205,12 +203,7 @@ class Publisher:
                 now = time.monotonic()
                 if pending and now >= not_before:
                     return pending
-                if now - self._progress > self._config.no_generator_timeout_s:
-                    raise NoReceiver(
-                        f"no generator took version {current.version} for "
-                        f"weights_sync.no_generator_timeout_s = {self._config.no_generator_timeout_s:g} s; "
-                        f"{self._blame.text() or 'none is alive'}"
-                    )
+                self._solitude.end(self._blame, current.version, since=self._progress)
                 self._solitude.tell(self._blame, self._members, current.version, first=self.stats.version < 0)
                 if self._shelf.waiting is None:
                     self._changed.wait(max(0.01, not_before - now) if pending else _SLICE_S * 10)
@@ -243,13 +236,11 @@ class Publisher:
         payload = self._slots.shown(self._shelf, self._incarnation, update=update)
         began = time.monotonic()
         attempt = self._begin(members, payload.manifest)
-        failures = {} if self._carrier.fetched else self._announce(broker, attempt)
-        if not failures:
-            failures = self._send(attempt, payload)
-        if not failures and self._carrier.fetched:
-            failures = self._announce(broker, attempt)
-        if not failures:
-            failures = self._wait_in_use(attempt, self._carrier.patience_s(payload.manifest))
+        if self._carrier.fetched:
+            failures = self._send(attempt, payload) or self._announce(broker, attempt)
+        else:
+            failures = self._announce(broker, attempt) or self._send(attempt, payload)
+        failures = failures or self._wait_in_use(attempt, self._carrier.patience_s(payload.manifest))
         self._whole_next |= bool(failures) and payload.manifest.base >= 0
         self._book(attempt, payload, failures, time.monotonic() - began)
         self._carrier.tidy(broker, self._blame.candidates(self._members))
@@ -263,8 +254,7 @@ class Publisher:
     def _begin(self, members: tuple[Member, ...], manifest: Manifest) -> Attempt:
         """Numbers an attempt and has the other learner ranks send their parts."""
         new_epoch = self._carrier.needs_epoch(tuple(map(key, members)))
-        number, epoch = self._numbers[0] + 1, self._numbers[1] + new_epoch
-        self._numbers = (number, epoch)
+        self._numbers = number, epoch = self._numbers[0] + 1, self._numbers[1] + new_epoch
         publication = Publication(
             version=manifest.version,
             incarnation=self._incarnation,
@@ -274,7 +264,7 @@ class Publisher:
             receivers=tuple(m.member_id for m in members),
             senders=self._parts,
         )
-        self._control.forget(number - 2, range(1, len(members) + 1))
+        self._control.sweep(attempt=number - 1, epoch=epoch)
         self._control.order(Order.of(publication, self._shelf, base_version=manifest.base).packed())
         return Attempt(publication=publication, members=members)
 
@@ -292,12 +282,14 @@ class Publisher:
         transfer = threading.Thread(target=self._transfer, args=(attempt, payload), name="transfer", daemon=True)
         transfer.start()
         failures = self._wait_sent(attempt)
-        attempt.over = bool(failures)
+        failed_at, attempt.over = time.monotonic(), bool(failures)
+        if failures and attempt.announced and 0 not in failures:  # before the verdict, which frees those who wait
+            failures = dict.fromkeys(self._senders.missing(attempt, since=failed_at), LATE) | failures
         self._carrier.decide(attempt, ABANDONED if failures else SENT)
         if self._closed:
             transfer.join(timeout=_ANSWER_S)
         if failures and not self._carrier.fetched:
-            self._blame_silent(attempt, failures)
+            self._blame_silent(attempt, failures, failed_at)
         return failures
 
     def _transfer(self, attempt: Attempt, payload: Payload) -> None:
@@ -305,26 +297,30 @@ class Publisher:
         try:
             self._carrier.send(attempt, payload)
             attempt.sent = True
-        except (SyncFailed, RuntimeError, OSError, ValueError) as error:
-            attempt.error = f"rank 0, version {attempt.publication.version}: {error}"
+        except LayoutRefused as error:
+            attempt.refused = str(error)
+        except Exception as error:  # whatever it is: the publisher decides
+            attempt.error = f"rank 0, version {attempt.publication.version}: {said(error)}"
         with self._changed:
             self._changed.notify_all()
 
     def _wait_sent(self, attempt: Attempt) -> dict[int, str]:
         """Waits for the end of the transfer; woken by it, by a receiver's end, or by close. Failures by rank."""
+        senders = self._senders
+        senders.begin()
         with self._changed:
             while True:
-                others = self._control.sent(attempt.publication.attempt)
-                if attempt.sent and len(others) == self._parts - 1 and all(map(is_sent, others.values())):
-                    attempt.others = tuple(others.values())
+                senders.look(attempt)
+                if attempt.sent and senders.all_sent:
+                    attempt.others = tuple(senders.said.values())
                     return {}
+                if refused := attempt.refused or senders.refused():
+                    raise LayoutRefused(refused)
                 if attempt.announced and (failures := self._failures(attempt)):
                     return failures
-                lost = [f"learner rank {part}: {text}" for part, text in others.items() if not is_sent(text)]
-                if fatal := [text for text in others.values() if text.startswith(FATAL)]:
-                    raise LayoutRefused(fatal[0].removeprefix(FATAL))
-                if lost or attempt.error or self._closed or self._failure is not None:
-                    return {0: attempt.error or "; ".join(lost) or "the publisher is closing"}
+                attempt.error = attempt.error or senders.lost()
+                if attempt.error or self._closed or self._failure is not None:
+                    return {0: attempt.error or "the publisher is closing"}
                 # Each operation has its own deadline, but gloo does not keep to it while it forms a group.
                 if not attempt.sent and time.monotonic() - attempt.moved_at > self._config.sync_timeout_s + _ANSWER_S:
                     return {0: "the transfer stands still (deadline: weights_sync.sync_timeout_s)"}
@@ -362,21 +358,29 @@ class Publisher:
         gone = {rank: GONE for rank, member in attempt.ranks() if key(member) not in alive}
         return gone | failures
 
-    def _blame_silent(self, attempt: Attempt, failures: dict[int, str]) -> None:
-        """After a verdict of abandoned every living receiver answers at once; one that does not is stuck."""
+    def _blame_silent(self, attempt: Attempt, failures: dict[int, str], failed_at: float) -> None:
+        """After a verdict of abandoned every living receiver answers at once; one that does not is stuck.
+
+        So is a learner rank that gives no sign, and then those are not to blame to whom it did not send.
+        """
         deadline = time.monotonic() + min(_ANSWER_S, self._config.sync_timeout_s)
+        ask = 0 not in failures and GONE not in failures.values()
         with self._changed:
             while True:
+                self._senders.look(attempt)
                 alive = {key(m) for m in live(self._members)}
                 answered = self._carrier.answers(attempt, self._members)
                 silent = [rank for rank, member in attempt.ranks() if key(member) in alive and rank not in answered]
-                if not silent or time.monotonic() > deadline or self._closed:
+                waits = silent or (ask and self._senders.unheard(failed_at))
+                if not waits or time.monotonic() > deadline or self._closed:
                     break
                 self._changed.wait(_SLICE_S)
         for rank, member in attempt.ranks():
             if rank in silent:
                 self._blame.rest(member, time.monotonic() + self._rest_s)
         failures.update(dict.fromkeys(silent, SILENT))
+        if ask and (fault := self._senders.fault(attempt, since=failed_at)):
+            failures[0] = fault
 
     def _book(self, attempt: Attempt, payload: Payload, failures: dict[int, str], seconds: float) -> None:
         """Counts the attempt, and blames who broke it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from broker.contract import Broker
-from broker.errors import BrokerError
-from weights_sync.errors import SyncFailed
+from broker.errors import BrokerError, Refused
+from weights_sync.errors import NO_ROOM, NoRoom, SyncFailed
 
 T = TypeVar("T")
 
@@ -21,6 +21,10 @@ class Relay:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+
+    def capacity(self) -> tuple[int, str]:
+        """See weights_sync.depot.Depot."""
+        return self._broker.max_blob_bytes, f"broker.max_blob_bytes = {self._broker.max_blob_bytes}"
 
     def put(self, name: str, data: Any) -> None:
         """See weights_sync.depot.Depot. One copy, since the client may send it after the buffer has changed."""
@@ -52,5 +56,7 @@ class Relay:
 def _told(call: Callable[[], T]) -> T:
     try:
         return call()
+    except Refused as error:
+        raise NoRoom(f"{NO_ROOM}: weights_sync.transport = relay: {error}") from error
     except BrokerError as error:
         raise SyncFailed(f"weights_sync.transport = relay: {error}") from error

@@ -100,6 +100,11 @@ class Fleet:
         if not one.leave(limit_s):
             raise Stuck(f"{one.name} was told to leave, and has not, or not well\n{one.standing()}")
 
+    def there(self, one: Generator) -> bool:
+        """Whether it is a member still: not given up, whatever it is shown as."""
+        assert self.audit is not None
+        return self.audit.member(one.pid) is not None
+
     def uses(self, one: Generator, version: int) -> bool:
         """Whether it reports ``version`` or a later one in use."""
         assert self.audit is not None

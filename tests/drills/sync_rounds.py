@@ -12,7 +12,7 @@ import psutil
 from tests.drills.setting import Setting
 from tests.drills.sync_fleet import Fleet, Stuck
 from tests.drills.sync_generator import Generator
-from tests.drills.sync_setting import MEMBER_TIMEOUT_S, SYNC
+from tests.drills.sync_setting import HEARTBEAT_S, MEMBER_TIMEOUT_S, SYNC
 from tests.drills.sync_tally import FAULT, OTHER, QUIET, STARTING, Tally
 from tests.drills.sync_tap import Shot
 
@@ -127,9 +127,10 @@ class Drill:
         self.tally.stops_survivors_s.append(time.monotonic() - stopped_at)
         self._phase(OTHER)
         limit = MEMBER_TIMEOUT_S + 5.0
-        fleet.wait(lambda: not fleet.uses(victim, 0), limit, f"{victim.name} is stopped and still a member")
+        fleet.wait(lambda: not fleet.there(victim), limit, f"{victim.name} is stopped and still a member")
         fleet.rest(self._rng.uniform(0.5, 4.0))
-        assert time.monotonic() - stopped_at > max(MEMBER_TIMEOUT_S, SYNC.sync_timeout_s)
+        if (stood := time.monotonic() - stopped_at) < max(MEMBER_TIMEOUT_S - HEARTBEAT_S, SYNC.sync_timeout_s):
+            raise Stuck(f"{victim.name} was given up {stood:.1f} s after it was stopped, too soon")
         missed = self._version()
         victim.signal(signal.SIGCONT)
         took = fleet.wait(
