@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from broker.connect import Access
 from broker.local import LocalBroker
 from broker.messages import Frontier, Member, MemberState, Prompt, Publication, Rules, Split
 from generators.engine import Engine
@@ -78,9 +78,12 @@ def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 
 class Learner:
-    """A model that changes, its publisher, and the member reports that a generator's loop would send."""
+    """A model that changes, its publisher, and the member reports that a generator's loop would send.
 
-    def __init__(self, model: Any, sync: WeightsSyncConfig) -> None:
+    ``access``: to a broker that a relay goes over; else there is one in here.
+    """
+
+    def __init__(self, model: Any, sync: WeightsSyncConfig, access: Access | None = None) -> None:
         rules = Rules(
             max_staleness=1,
             on_stale="mask",
@@ -89,12 +92,13 @@ class Learner:
             lease_timeout_s=60.0,
             member_timeout_s=600.0,
         )
-        self.model, self.version = model, -1
-        self.broker = LocalBroker()
+        self.model, self.version, self._used = model, -1, -1
+        self._connect = LocalBroker().client if access is None else access
+        self.broker = self._connect()
         self.broker.open_run(rules=rules, version=0, frontier=Frontier())
         self._report(MemberState.SYNCING)
         self._known = 0
-        self.publisher = Publisher(config=sync, connect=self.broker.client, declaration=declare(model), incarnation=0)
+        self.publisher = Publisher(config=sync, connect=self._connect, declaration=declare(model), incarnation=0)
 
     def step(self) -> None:
         """Changes every weight a little."""
@@ -109,6 +113,7 @@ class Learner:
 
     async def in_use(self) -> None:
         """Reports the version, and waits until the publisher knows."""
+        self._used = self.version
         self._report(MemberState.SERVING)
         await asyncio.to_thread(self.publisher.flush, 20)
 
@@ -118,30 +123,49 @@ class Learner:
         self.publisher.offer(self.version, self.model.named_parameters())
         for _ in range(3):
             publication = await self.announced(self.version)
-            with contextlib.suppress(SyncFailed):
+            try:
                 await engine.stage(publication, member_id="g1")
                 return publication
+            except SyncFailed as failed:
+                self.refused(failed)
         raise SyncFailed(f"version {self.version} was not staged in three attempts")
 
     async def announced(self, version: int) -> Publication:
         """The next publication of this version."""
         while True:
-            wait = self.broker.client().publication
-            publication = await asyncio.to_thread(wait, after_attempt=self._known, wait_s=20.0)
+            publication = await asyncio.to_thread(self._next)
             assert publication is not None
             self._known = publication.attempt
             if publication.version == version:
                 return publication
 
-    def _report(self, state: MemberState) -> None:
+    def refused(self, failed: SyncFailed) -> None:
+        """Reports why a version was not staged."""
+        self._report(MemberState.SERVING if self._used >= 0 else MemberState.SYNCING, f"SyncFailed: {failed}")
+
+    def close(self) -> None:
+        """Ends the publisher."""
+        self.publisher.close()
+        self.broker.close()
+
+    def _next(self) -> Publication | None:
+        """[a thread, so with a client of its own]"""
+        client = self._connect()
+        try:
+            return client.publication(after_attempt=self._known, wait_s=20.0)
+        finally:
+            client.close()
+
+    def _report(self, state: MemberState, error: str = "") -> None:
         self.broker.report(
             Member(
                 member_id="g1",
                 role="generator",
                 state=state,
-                policy_version=self.version,
-                incarnation=0 if self.version >= 0 else -1,
+                policy_version=self._used,
+                incarnation=0 if self._used >= 0 else -1,
                 host="127.0.0.1",
                 pid=os.getpid(),
+                error=error,
             )
         )

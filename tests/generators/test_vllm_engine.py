@@ -2,94 +2,39 @@
 
 import asyncio
 import contextlib
-import os
-import signal
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
-from broker.config import RolloutConfig
-from generators.config import GeneratorConfig
 from generators.engine import EngineDead, NonFiniteLogits
-from generators.vllm_env import vllm_environment
 from tests.generators.learner_end import EOS, Learner, greedy, logprobs, prompt, qwen
+from tests.generators.vllm_setting import CONFIG, PROMPTS, Setup, cores
 from weights_sync.config import WeightsSyncConfig
 from weights_sync.errors import SyncFailed
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = [[2, 5 + i, 6, 7 + i, 8] for i in range(8)]
-CONFIG = GeneratorConfig(kv_cache_bytes=32 << 20)
-
-
-class Setup:
-    """vLLM with the learner's version 0 in use, on one event loop."""
-
-    def __init__(self, directory: Path, tied: bool) -> None:
-        os.environ.update(vllm_environment(CONFIG))
-        from generators.vllm_engine import VllmEngine
-
-        self.model = qwen(tied)
-        self.model.save_pretrained(directory)
-        # The engine starts from other weights than the learner's: what it computes later has been received.
-        self.sync = WeightsSyncConfig(
-            sync_timeout_s=20.0,
-            verify_load="always",
-            on_update="keep" if tied else "recompute",
-            wire_dtype="float32",
-        )
-        self.engine = VllmEngine(
-            model_path=str(directory),
-            rollout=RolloutConfig(max_prompt_length=256, max_response_length=256),
-            config=CONFIG,
-            sync=self.sync,
-            dtype="float32",
-            seed=0,
-        )
-        self.learner = Learner(self.model, self.sync)
-        self.runner = asyncio.Runner()
-        self.run(self.engine.start())
-        self.publish()
-
-    def run(self, coroutine: Any) -> Any:
-        return self.runner.run(coroutine)
-
-    def publish(self) -> None:
-        """One more version, with other weights, in use everywhere."""
-        self.learner.step()
-        self.run(self.learner.publish(self.engine))
-
-    def ask(self, ids: list[int], **fields: Any) -> Any:
-        return self.run(self.engine.generate(prompt(ids, **fields), request_id="r", attempt=1))
-
-    def close(self) -> None:
-        self.run(self.engine.close())
-        self.learner.publisher.close()
-        self.runner.close()
-
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied-keep", "untied-recompute"])
 def vllm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    setup = Setup(tmp_path_factory.mktemp("model"), tied=request.param)
+    sync = WeightsSyncConfig(
+        sync_timeout_s=20.0,
+        verify_load="always",
+        on_update="keep" if request.param else "recompute",
+        wire_dtype="float32",
+    )
+    setup = Setup(tmp_path_factory.mktemp("model"), tied=request.param, sync=sync)
     yield setup
     setup.close()
 
 
 def test_c12_c13_c18_greedy_decoding_follows_three_published_versions(vllm: Setup) -> None:
-    async def ask_all() -> Any:
-        asked = [prompt(ids, temperature=0.0) for ids in PROMPTS]
-        return await asyncio.gather(
-            *(vllm.engine.generate(one, request_id=f"r{i}", attempt=1) for i, one in enumerate(asked))
-        )
-
     for _ in range(3):
         vllm.publish()
-        samples = [sample for (sample,) in vllm.run(ask_all())]
+        samples = vllm.ask_all()
         assert [sample.token_ids.tolist() for sample in samples] == greedy(vllm.model, PROMPTS, 32)
         for sample in samples:
             assert sample.version_runs.tolist() == [[vllm.learner.version, len(sample.token_ids)]]
@@ -231,27 +176,85 @@ def test_an_aborted_answer_comes_back_with_what_there_is(vllm: Setup) -> None:
         assert len(lengths) == 1 and lengths.pop() < 250
 
 
-def test_c23_an_unknown_and_a_missing_name_leave_the_old_version_serving(vllm: Setup) -> None:
-    before = vllm.run(vllm.engine._engine.compute_weight_checksums())
+def without_mlp(named: list[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, torch.nn.Parameter]]:
+    return [*((n, p) for n, p in named if "mlp" not in n), ("surplus", torch.nn.Parameter(torch.zeros(2)))]
+
+
+def in_shape(name: str, *shape: int) -> Callable[..., list[tuple[str, torch.nn.Parameter]]]:
+    return lambda named: [(n, torch.nn.Parameter(torch.zeros(shape)) if n == name else p) for n, p in named]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (without_mlp, r"unknown: surplus; missing: model\.layers\.0\.mlp\.down_proj\.weight"),
+        (in_shape("model.norm.weight", 32), r"model\.norm\.weight \[32\] does not fit"),
+        (in_shape("model.embed_tokens.weight", 51, 64), r"model\.embed_tokens\.weight \[51, 64\] does not fit"),
+        (in_shape("model.layers.1.mlp.up_proj.weight", 96, 64), r"layers\.1\.mlp\.up_proj\.weight \[96, 64\] does not"),
+        (in_shape("model.layers.0.self_attn.k_proj.weight", 32, 32), r"self_attn\.k_proj\.weight \[32, 32\]"),
+    ],
+    ids=["names", "vector", "vocabulary", "rows of a fused part", "columns of a fused part"],
+)
+def test_c23_what_does_not_fit_is_refused_by_name_and_the_old_version_serves(
+    vllm: Setup, changed: Callable[..., list[tuple[str, torch.nn.Parameter]]], said: str
+) -> None:
+    before = vllm.checksums()
     answer = vllm.ask(PROMPTS[0], temperature=0.0)[0].token_ids.tolist()
-    odd = torch.nn.Module()
-    for name, parameter in vllm.model.named_parameters():
-        if "mlp" not in name:
-            odd.register_parameter(name.replace(".", "/"), torch.nn.Parameter(parameter.detach().clone()))
-    odd.register_parameter("surplus", torch.nn.Parameter(torch.zeros(2)))
-    renamed = [(name.replace("/", "."), parameter) for name, parameter in odd.named_parameters()]
-    learner = Learner(_Named(renamed), vllm.sync)
-    learner.publisher.offer(1, renamed)
+    named = changed(list(vllm.model.named_parameters()))
+    learner = Learner(_Named(named), vllm.sync)
+    learner.publisher.offer(1, named)
 
     async def stage() -> None:
         await vllm.engine.stage(await learner.announced(1), member_id="g1")
 
-    with pytest.raises(SyncFailed, match=r"unknown: surplus; missing: model\.layers\.0\.mlp\.down_proj\.weight"):
+    with pytest.raises(SyncFailed, match=said):
         vllm.run(stage())
-    learner.publisher.close()
-    assert vllm.run(vllm.engine._engine.compute_weight_checksums()) == before
+    learner.close()
+    assert vllm.checksums() == before
     assert vllm.ask(PROMPTS[0], temperature=0.0)[0].token_ids.tolist() == answer
     assert vllm.engine.policy_version == vllm.learner.version
+
+
+def test_answers_aborted_at_a_swap_are_consistent_and_the_others_go_on(vllm: Setup) -> None:
+    async def abort_at_the_swap() -> Any:
+        asked = [prompt(PROMPTS[i], n=8, max_tokens=250, seed=i) for i in range(2)]
+        answers = [
+            asyncio.create_task(vllm.engine.generate(one, request_id=f"long{i}", attempt=1))
+            for i, one in enumerate(asked)
+        ]
+        await vllm.engine.generate(prompt(PROMPTS[2], max_tokens=3), request_id="short", attempt=1)
+        vllm.learner.step()
+        publication = await vllm.learner.staged(vllm.engine)
+        await asyncio.gather(vllm.engine.abort("long0"), vllm.engine.swap(publication))
+        await vllm.learner.in_use()
+        return await asyncio.gather(*answers)
+
+    aborted, others = vllm.run(abort_at_the_swap())
+    assert "abort" in {sample.finish_reason for sample in aborted}
+    assert {sample.finish_reason for sample in others} <= {"stop", "length"} and len(others) == 8
+    for sample in (*aborted, *others):
+        assert len(sample.token_ids) == len(sample.behavior_logprobs) == sample.version_runs[:, 1].sum()
+    assert [sample.token_ids.tolist() for sample in vllm.ask_all()] == greedy(vllm.model, PROMPTS, 32)
+
+
+def test_a_swap_that_nobody_waits_for_any_more_ends_all_the_same(vllm: Setup) -> None:
+    async def cancelled() -> Any:
+        answer = asyncio.create_task(
+            vllm.engine.generate(prompt(PROMPTS[0], n=8, max_tokens=250), request_id="long", attempt=1)
+        )
+        await vllm.engine.generate(prompt(PROMPTS[1], max_tokens=2), request_id="short", attempt=1)
+        vllm.learner.step()
+        publication = await vllm.learner.staged(vllm.engine)
+        swap = asyncio.create_task(vllm.engine.swap(publication))
+        await asyncio.sleep(0)  # begun
+        swap.cancel()
+        samples = await asyncio.wait_for(answer, 20)
+        await vllm.learner.in_use()
+        return samples
+
+    assert len(vllm.run(cancelled())) == 8
+    assert vllm.engine.policy_version == vllm.learner.version
+    assert vllm.engine.swap_stall_s > 0
 
 
 def test_c28_weights_whose_logits_are_not_numbers_stop_the_version_by_its_number(vllm: Setup) -> None:
@@ -262,9 +265,11 @@ def test_c28_weights_whose_logits_are_not_numbers_stop_the_version_by_its_number
         vllm.ask(PROMPTS[0])
 
 
-def test_c56_a_killed_engine_is_reported_as_dead_and_not_waited_for(vllm: Setup) -> None:
-    cores = [child for child in psutil.Process().children() if "EngineCore" in child.name()]
-    assert cores
+@pytest.mark.parametrize("swapping", [False, True], ids=["sampling", "swapping"])
+def test_c56_a_killed_engine_is_reported_as_dead_and_not_waited_for(vllm: Setup, swapping: bool) -> None:
+    if swapping != (vllm.sync.on_update == "recompute"):
+        pytest.skip("there is one engine to kill for each")
+    (core,) = cores()
 
     async def kill() -> None:
         answer = asyncio.create_task(
@@ -272,12 +277,21 @@ def test_c56_a_killed_engine_is_reported_as_dead_and_not_waited_for(vllm: Setup)
         )
         with contextlib.suppress(NonFiniteLogits):  # vLLM's cache keeps the NaN of the test before
             await vllm.engine.generate(prompt(PROMPTS[1], max_tokens=2), request_id="short", attempt=1)
-        for core in cores:
-            os.kill(core.pid, signal.SIGKILL)
+        if swapping:
+            publication = await vllm.learner.staged(vllm.engine)
+            core.suspend()  # so that the swap is under way, for certain
+            swap = asyncio.create_task(vllm.engine.swap(publication))
+            await asyncio.sleep(0.2)
+            assert not swap.done()
+            core.kill()
+            with pytest.raises(EngineDead):
+                await asyncio.wait_for(swap, 20)
+        core.kill()
         await asyncio.wait_for(answer, 20)
 
     with pytest.raises(EngineDead):
         vllm.run(kill())
+    assert not cores()
 
 
 class _Named(torch.nn.Module):
