@@ -121,6 +121,9 @@ class CheckpointConfig(StrictModel):
     """When to save, how much to keep, and where to go on."""
 
     every_steps: Steps = Field(0, ge=0, description="0: only at the end")
+    background: bool = Field(
+        True, description="write it beside the next steps, from a copy in the memory of rank 0; needs room for the copy"
+    )
     keep: Count = Field(2, description="newest checkpoints that are kept, and as many of those given up")
     resume: str = Field("auto", description="auto: newest complete checkpoint, if any; never; or a path with a /")
 

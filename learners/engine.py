@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from learners.config import LearnerConfig, OptimConfig
 from learners.model import layer_classes
 from learners.sharding import Sharding, local_shard, whole_shape
-from learners.tensor_files import check_tensors, read_tensors, write_tensors
+from learners.tensor_files import check_tensors, read_tensors
 from weights_sync.staging import persistent_buffers
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -114,44 +114,31 @@ class Engine:
         return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.module)}
 
     # -- disk --------------------------------------------------------------------------------------------------
-    def save_weights(self, directory: Path, stem: str) -> None:
-        """Collective. The weights, whole, so that any number of ranks at any stage can load them (C71), read back for
-        their shapes. Raises TensorsMissing.
-        """
-        if self._rank != 0:
-            _exhaust(self.weights())
-            return
-        write_tensors(directory, stem, self.weights())
-        check_tensors(directory, stem, self.shapes())
-
-    def save_moments(self, directory: Path, stem: str) -> int:
-        """Collective. AdamW's moments, whole. Returns the steps it has taken; before the first nothing is written."""
-        if steps := _adam_steps(self._deepspeed):
-            moments = self._moments()
-            if self._rank == 0:
-                write_tensors(directory, stem, moments)
-            else:
-                _exhaust(moments)
-        return steps
+    def optimizer_steps(self) -> int:
+        """The steps that the optimizer has taken; before the first it has no state."""
+        return _adam_steps(self._deepspeed)
 
     def load_moments(self, directory: Path, stem: str, *, steps: int) -> None:
-        """What ``save_moments`` has written. Raises TensorsMissing."""
+        """What ``moments`` has yielded after ``steps`` of the optimizer. Raises TensorsMissing."""
         if not steps:
             return
         parameters = dict(self._parameters())
-        wanted = {f"{name}.{key}": whole_shape(p) for name, p in parameters.items() for key in _MOMENTS}
-        check_tensors(directory, stem, wanted)
+        check_tensors(directory, stem, self.moment_shapes())
         _fill_adam(self._deepspeed, steps)
         for name, value in read_tensors(directory, stem):
             owner, _, key = name.rpartition(".")
             self._set_moment(parameters[owner], key, value)
 
-    def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective. AdamW's two moments of every parameter, as ``weights``."""
-        for key in _MOMENTS:
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. The optimizer's moments of every parameter, as ``weights``; nothing before the first step."""
+        for key in _MOMENTS if self.optimizer_steps() else ():
             yield from self._sharding.whole(
                 (f"{name}.{key}", whole_shape(p), self._moment(p, key)) for name, p in self._parameters()
             )
+
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of everything that ``moments`` yields after the first step."""
+        return {f"{name}.{key}": whole_shape(p) for name, p in self._parameters() for key in _MOMENTS}
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """This rank's shard at stage 3; the whole below it, a collective at stages 1 and 2."""
@@ -265,8 +252,3 @@ def _fill_adam(engine: Any, steps: int) -> None:
         state[master] = {"step": torch.tensor(float(steps))} | {key: torch.zeros_like(master) for key in _MOMENTS}
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _exhaust(items: Iterator[object]) -> None:
-    for _ in items:
-        pass

@@ -6,6 +6,7 @@ Each case writes what it saw into DIRECTORY; the tests judge it.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from broker.errors import SlipstreamError
 from learners import sharding
 from learners.batching import TrainSequence, collate, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
@@ -140,6 +142,27 @@ def case_steps(directory: Path, rank: int, world: int) -> None:
         dump(again, directory / f"{tag}-resumed.safetensors", rank)
     if rank == 0:
         (directory / "stats.json").write_text(json.dumps(seen))
+
+
+def case_missing(directory: Path, rank: int, world: int) -> None:
+    """Goes on from what ``case_steps`` has saved at stage 3, each time without one of its files."""
+    seen: dict[str, str] = {}
+    for name in ("model.safetensors", "optimizer.safetensors", "policy.json", "rng-00000.safetensors", "fresh"):
+        broken = directory / f"without-{name}"
+        if rank == 0:
+            shutil.copytree(directory / "saved-z3", broken)
+            if name == "fresh":  # the optimizer's state of a run that has not begun, beside weights of one that has
+                state = json.loads((broken / "policy.json").read_text()) | {"adam_steps": 0}
+                (broken / "policy.json").write_text(json.dumps(state))
+            else:
+                (broken / name).unlink()
+        dist.barrier()
+        try:
+            policy(directory, rank, world, resume=broken)
+            seen[name] = ""
+        except (SlipstreamError, OSError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    (directory / f"missing-{rank}.json").write_text(json.dumps(seen))
 
 
 def case_micro_batches(directory: Path, rank: int, world: int) -> None:

@@ -61,7 +61,7 @@ def plain(model_dir: Path, ranks: ModuleType) -> list[dict[str, Tensor]]:
 @pytest.fixture(scope="module")
 def two(run_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two")
-    run_ranks("exchange+steps+micro_batches+order+bad_gradients", world=2, directory=directory)
+    run_ranks("exchange+steps+missing+micro_batches+order+bad_gradients", world=2, directory=directory)
     return directory
 
 
@@ -112,6 +112,17 @@ def test_c69_a_step_after_resuming_is_bit_for_bit_the_step_without(two: Path, st
     straight = load_file(two / f"z{stage}-third.safetensors")
     resumed = load_file(two / f"z{stage}-resumed.safetensors")
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_c69_a_checkpoint_without_any_of_its_parts_is_an_error_and_never_a_fresh_optimizer(two: Path) -> None:
+    first, second = (json.loads((two / f"missing-{rank}.json").read_text()) for rank in (0, 1))
+    assert "model.safetensors" in first["model.safetensors"]
+    assert "optimizer.safetensors is missing" in first["optimizer.safetensors"]
+    assert "policy.json cannot be read" in first["policy.json"]
+    assert "version 2 with the optimizer's state after 0 steps" in first["fresh"]
+    assert "the random numbers of rank 0" in first.pop("rng-00000.safetensors")
+    assert second.pop("rng-00000.safetensors") == ""
+    assert first == second
 
 
 @pytest.mark.parametrize("stage", [0, 3])
