@@ -185,8 +185,8 @@ class Policy:
         if self.device.startswith("cuda"):
             rng["cuda"] = torch.cuda.get_rng_state()
         save_file(rng, directory / f"rng-{self._rank:05d}.safetensors")
-        steps = self._engine.optimizer_steps()
-        state = {"version": self.version, "adam_steps": steps, "ranks": self._world}
+        steps = self._engine.steps
+        state = {"version": self.version, "optimizer_steps": steps, "ranks": self._world}
         streams = {
             "model": Stream(self._engine.weights(), self._engine.shapes()),
             _OPTIMIZER: Stream(self._engine.moments(), self._engine.moment_shapes() if steps else {}),
@@ -215,7 +215,7 @@ class Policy:
         """
         try:
             state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-            self.version, steps = int(state["version"]), int(state["adam_steps"])
+            self.version, steps = int(state["version"]), int(state["optimizer_steps"])
         except (OSError, ValueError, KeyError) as error:
             raise TensorsMissing(f"{directory / _STATE} cannot be read: {error}") from error
         if steps != self.version:
