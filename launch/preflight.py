@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from ctypes.util import find_library
 from pathlib import Path
 
 from broker.address import unknown_host
@@ -14,7 +15,7 @@ from configs.load import ConfigError
 from configs.run import RunConfig
 from generators.scoring import Scorer
 from learners.checkpoint import MARKER, Checkpoints
-from learners.config import AlgorithmConfig
+from learners.config import AlgorithmConfig, LearnerConfig
 from tasks.config import TaskConfig
 from tasks.loading import TaskError, described, load_function
 from tasks.model import check_model
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 def check_run(config: RunConfig) -> None:
     """Everything, for a launcher whose roles are all on this machine."""
     check_resume(config)
+    check_offload(config.learner)
     check_algorithm(config.algorithm)
     check_prompts(config)
     check_engine(config)
@@ -36,6 +38,7 @@ def check_run(config: RunConfig) -> None:
 def check_learner(config: RunConfig) -> None:
     """What a learner needs on its machine. Its first rank calls the prompts function, before it loads a model."""
     check_resume(config)
+    check_offload(config.learner)
     check_algorithm(config.algorithm)
     _importable(config.task.prompts, "task.prompts")
     check_model(config.model)
@@ -84,6 +87,20 @@ def check_resume(config: RunConfig) -> None:
         f"learner.checkpoint.resume={resume}: expected auto, never, or the directory of a complete checkpoint, "
         f"which holds {MARKER}; {offered}"
     )
+
+
+def check_offload(config: LearnerConfig) -> None:
+    """What ``learner.offload_optimizer=nvme`` needs: libaio, and a folder to write in."""
+    if config.offload_optimizer != "nvme":
+        return
+    if find_library("aio") is None:
+        raise ConfigError(
+            "learner.offload_optimizer=nvme needs libaio, which is not installed (packages libaio1 and libaio-dev, or "
+            "libaio-devel); learner.offload_optimizer=cpu needs none"
+        )
+    folder = Path(config.offload_dir).expanduser()
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"learner.offload_dir={config.offload_dir}: expected a folder that can be written in")
 
 
 def check_algorithm(algorithm: AlgorithmConfig) -> None:

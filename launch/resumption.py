@@ -11,7 +11,7 @@ from broker.address import without_password
 from configs.load import ConfigError, load
 from configs.run import RunConfig
 from launch.preflight import check_resume
-from learners.checkpoint import MARKER, Checkpoints, read_checkpoint
+from learners.checkpoint import MARKER, CheckpointDamaged, Checkpoints, read_checkpoint
 
 _NOT_WORTH_SAYING = ("learner.checkpoint.resume",)  # how to start, and nothing about what is trained
 
@@ -28,7 +28,7 @@ class Standing:
 def standing(config: RunConfig) -> Standing:
     """Reads the run's folder and changes nothing.
 
-    Raises CheckpointDamaged, and ConfigError when the checkpoint is beyond the run's end: nobody can tell whether a
+    Raises ConfigError when the checkpoint lacks something, or is beyond the run's end: nobody can tell whether a
     shorter run or another one is meant.
 
     A run is complete when its newest checkpoint has all the steps and ``actor/`` was exported after it: one that died
@@ -37,10 +37,13 @@ def standing(config: RunConfig) -> Standing:
     check_resume(config)
     run_dir, settings = Path(config.run_dir), config.learner.checkpoint
     checkpoints = Checkpoints(run_dir / "checkpoints", keep=settings.keep)
-    checkpoint, newest = checkpoints.resolve(settings.resume), checkpoints.newest()
+    try:
+        checkpoint, newest = checkpoints.resolve(settings.resume), checkpoints.newest()
+        version, _ = read_checkpoint(checkpoint) if checkpoint else (0, None)
+    except CheckpointDamaged as error:  # for a person to decide: trying again does not help
+        raise ConfigError(str(error)) from error
     if checkpoint is None:
         return Standing(checkpoint=None, version=0, complete=False)
-    version, _ = read_checkpoint(checkpoint)
     if version > config.learner.total_steps:
         raise ConfigError(
             f"learner.total_steps={config.learner.total_steps}: {checkpoint} is of step {version} already; raise "

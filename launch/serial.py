@@ -158,7 +158,7 @@ class SerialFeed:
         ended = [group.prompt.position for group in batch.groups] + [one.position for one in batch.ended]
         self.frontier, self._hand = self.frontier.with_ended(ended), None
 
-    def durable(self, version: int) -> None:
+    def durable(self, version: int, frontier: Frontier) -> None:
         """A checkpoint of ``version`` is complete."""
         self._broker.durable(version=version)
 

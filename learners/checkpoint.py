@@ -22,7 +22,7 @@ from broker.messages import Frontier
 log = logging.getLogger(__name__)
 
 MARKER = "complete.json"
-_NAME = re.compile(r"step_(\d{6,})")
+_DRAFT, _NAME_OF, _NAME = ".tmp-", "step_{:06d}", re.compile(r"step_(\d{6,})")
 
 
 class CheckpointDamaged(SlipstreamError):
@@ -30,7 +30,10 @@ class CheckpointDamaged(SlipstreamError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every rank calls ``save``; ``barrier`` holds them together."""
+    """The checkpoints of one run. Every rank calls ``draft``, then rank 0 ``complete``, or all ``save``, which is both.
+
+    ``barrier`` holds the ranks together.
+    """
 
     def __init__(
         self, directory: Path, *, keep: int, rank: int = 0, barrier: Callable[[], None] = lambda: None
@@ -39,18 +42,29 @@ class Checkpoints:
 
     def save(self, version: int, frontier: Frontier, write: Callable[[Path], None]) -> Path:
         """Saves what ``write`` puts into the directory it is given; complete when this returns, on every rank."""
-        final, draft = self._directory / f"step_{version:06d}", self._directory / f".tmp-step_{version:06d}"
+        write(self.draft(version))
+        self._barrier()
+        if self._rank == 0:
+            self.complete(version, frontier)
+        self._barrier()
+        return self._final(version)
+
+    def draft(self, version: int) -> Path:
+        """Collective. An empty directory to write a checkpoint of ``version`` into."""
+        draft = self._directory / f"{_DRAFT}{_NAME_OF.format(version)}"
         if self._rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
         self._barrier()
-        write(draft)
-        self._barrier()
-        if self._rank == 0:
-            self._complete(draft, final, version, frontier)
-            self._forget_old()
-        self._barrier()
-        return final
+        return draft
+
+    def complete(self, version: int, frontier: Frontier) -> None:
+        """Makes the draft, which every rank has written its files into, the newest checkpoint."""
+        self._complete(self._directory / f"{_DRAFT}{_NAME_OF.format(version)}", self._final(version), version, frontier)
+        self._forget_old()
+
+    def _final(self, version: int) -> Path:
+        return self._directory / _NAME_OF.format(version)
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest version."""
@@ -73,8 +87,10 @@ class Checkpoints:
     def set_aside_after(self, version: int) -> None:
         """Renames the checkpoints above ``version``: a run that starts from before them has given them up, and they
         must be neither resumed from nor counted among those to keep. Of all that were given up the newest are kept,
-        as many as of the others."""
+        as many as of the others. What a killed process has left half-written goes too."""
         if self._rank == 0:
+            for draft in self._directory.glob(f"{_DRAFT}step_*"):
+                shutil.rmtree(draft, ignore_errors=True)
             for _, path in [one for one in self._complete_ones() if one[0] > version]:
                 number = 1
                 while (aside := path.with_name(f"given-up-{number}-{path.name}")).exists():
@@ -123,14 +139,23 @@ def read_checkpoint(path: Path) -> tuple[int, Frontier]:
 
     Raises CheckpointDamaged naming the file.
     """
-    marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-    for name, size in marker["files"].items():
-        file = path / name
+    try:
+        marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        files = {path / name: int(size) for name, size in marker["files"].items()}
+        version = int(marker["version"])
+        frontier = Frontier(base=int(marker["base"]), beyond=tuple(map(int, marker["beyond"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path / MARKER) from error
+    for file, size in files.items():
         if not file.is_file() or file.stat().st_size != size:
-            raise CheckpointDamaged(
-                f"{file} is missing or has changed; restore it, or set learner.checkpoint.resume to another checkpoint"
-            )
-    return int(marker["version"]), Frontier(base=int(marker["base"]), beyond=tuple(map(int, marker["beyond"])))
+            raise _damaged(file)
+    return version, frontier
+
+
+def _damaged(file: Path) -> CheckpointDamaged:
+    return CheckpointDamaged(
+        f"{file} is missing or has changed; restore it, or set learner.checkpoint.resume to another checkpoint"
+    )
 
 
 def _remove(path: Path) -> None:

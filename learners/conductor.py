@@ -20,6 +20,7 @@ from learners.feed import EndOfData
 from learners.losses import PAIRED
 from learners.report import StaleGroups, Stopwatch, fill, metrics, synced
 from learners.rows import trained_rows
+from learners.saving import Saved
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink
@@ -73,8 +74,8 @@ class Feed(Protocol):
     def trained(self, version: int) -> None:
         """The batch in hand has become part of ``version``."""
 
-    def durable(self, version: int) -> None:
-        """A checkpoint of ``version`` is complete."""
+    def durable(self, version: int, frontier: Frontier) -> None:
+        """A checkpoint of ``version`` is complete, with the data position that it holds."""
 
     def look(self) -> RunState:
         """The broker's state, for what is told of a step."""
@@ -211,9 +212,10 @@ class Conductor:
         self._sink.write(line)
         self._show(line, state)
 
-    def saved(self, version: int) -> None:
-        """A checkpoint of ``version`` is complete."""
-        self._feed.durable(version)
+    def saved(self, saved: Saved | None) -> None:
+        """Tells the broker of a checkpoint that is complete."""
+        if saved is not None:
+            self._feed.durable(saved.version, saved.frontier)
 
     def finish(self) -> None:
         """Lets the generators take the last version, then ends the run for everyone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from broker.config import Count, Seconds, Steps, StrictModel
 from learners.combinations import check_combination
@@ -20,17 +20,30 @@ from learners.recipes import (
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
+def _where(value: Any) -> Any:
+    """``true`` and ``false`` were the values of these keys when there was one place to offload to."""
+    return {True: "cpu", False: "none"}[value] if isinstance(value, bool) else value
+
+
+Offload = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(_where)]
+OffloadParam = Annotated[Literal["none", "cpu"], BeforeValidator(_where)]  # the generators are sent them from memory
+
+
 def _one_of(names: tuple[str, ...]) -> str:
     return ", ".join(f"`{name}`" for name in names) + ", or file.py:function"
 
 
 class OptimConfig(StrictModel):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    optimizer: Literal["adamw", "cpu_adamw", "sgd"] = Field(
+        "adamw", description="`cpu_adamw`: DeepSpeed's for `learner.offload_optimizer`, compiled at its first use"
+    )
     lr: float = Field(1e-6, ge=0, description="learning rate after the warm-up")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="of AdamW")
     eps: float = Field(1e-8, gt=0, description="of AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
+    momentum: float = Field(0.0, ge=0, lt=1, description="of `sgd`")
+    weight_decay: float = Field(0.0, ge=0, description="of AdamW decoupled from the gradient, of `sgd` added to it")
     max_grad_norm: float = Field(1.0, gt=0, description="the gradient's norm is clipped to it")
     warmup_steps: Steps = Field(0, ge=0, description="steps of a linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -121,6 +134,9 @@ class CheckpointConfig(StrictModel):
     """When to save, how much to keep, and where to go on."""
 
     every_steps: Steps = Field(0, ge=0, description="0: only at the end")
+    background: bool = Field(
+        True, description="write it beside the next steps, from a copy in the memory of rank 0; needs room for the copy"
+    )
     keep: Count = Field(2, description="newest checkpoints that are kept, and as many of those given up")
     resume: str = Field("auto", description="auto: newest complete checkpoint, if any; never; or a path with a /")
 
@@ -149,8 +165,12 @@ class LearnerConfig(StrictModel):
     backend: Literal["gloo", "nccl"] = Field("gloo", description="of the ranks' collectives")
     ranks: int = Field(2, ge=1, le=1024, description="processes that train together")
     zero_stage: int = Field(3, ge=0, le=3, description="of DeepSpeed: what is split over the ranks (3: parameters too)")
-    offload_optimizer: bool = Field(False, description="keep the optimizer's state in CPU memory")
-    offload_param: bool = Field(False, description="keep the parameters in CPU memory")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of matrix products; weights, gradients and the optimizer are float32 in any case"
+    )
+    offload_optimizer: Offload = Field("none", description="where the optimizer's state is kept between steps")
+    offload_param: OffloadParam = Field("none", description="where the parameters are kept between their uses")
+    offload_dir: str = Field("", description="of `nvme`: a folder on a fast local disk; needs libaio")
     total_steps: Steps = Field(100, ge=1, description="the run is complete at this policy version")
     micro_batch_tokens: int = Field(4096, ge=1, le=1 << 30, description="padded tokens of a rank's micro-batch")
     gradient_checkpointing: bool = Field(False, description="compute activations twice to save memory")
@@ -166,8 +186,14 @@ class LearnerConfig(StrictModel):
     def _engine_can_run(self) -> LearnerConfig:
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("learner.backend=nccl needs learner.device=cuda; on cpu set learner.backend=gloo")
-        if self.offload_param and self.zero_stage != 3:
+        if self.offload_param != "none" and self.zero_stage != 3:
             raise ValueError(f"learner.offload_param needs learner.zero_stage=3, which is {self.zero_stage}")
-        if self.offload_optimizer and self.zero_stage == 0:
+        if self.offload_optimizer != "none" and self.zero_stage == 0:
             raise ValueError("learner.offload_optimizer needs learner.zero_stage=1, 2 or 3, which is 0")
+        if self.offload_optimizer == "nvme" and self.zero_stage != 3:
+            raise ValueError(f"learner.offload_optimizer=nvme needs learner.zero_stage=3, which is {self.zero_stage}")
+        if self.offload_optimizer == "nvme" and not self.offload_dir:
+            raise ValueError("learner.offload_dir: name a folder for what is kept on nvme")
+        if self.optim.optimizer == "cpu_adamw" and self.device == "cuda" and self.offload_optimizer == "none":
+            raise ValueError("learner.optim.optimizer=cpu_adamw needs learner.offload_optimizer=cpu on cuda")
         return self

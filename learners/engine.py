@@ -1,9 +1,10 @@
 """A module in training under DeepSpeed, the only file that imports it.
 
-    forward ─► backward (ZeRO reduces) ─► apply: one AdamW step
+    forward ─► backward (ZeRO reduces) ─► apply: one step of the optimizer
 
 Every method that is marked collective is called by all ranks, in the same order; tensors arrive on rank 0.
-The weights are float32 and so is the optimizer: ZeRO's parameter shards are the master weights themselves.
+The weights are float32 and so is the optimizer: ZeRO's parameter shards are the master weights themselves. With
+``learner.dtype: bfloat16`` matrix products are computed in bfloat16, from weights that are rounded where they are used.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from broker.errors import SlipstreamError
 from learners.config import LearnerConfig, OptimConfig
 from learners.model import layer_classes
+from learners.optimizers import empty_state, make_optimizer, state_keys
 from learners.sharding import Sharding, local_shard, whole_shape
-from learners.tensor_files import check_tensors, read_tensors, write_tensors
+from learners.tensor_files import check_tensors, read_tensors
 from weights_sync.staging import persistent_buffers
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine:
@@ -34,7 +35,7 @@ class Engine:
 
     Args:
         module: with its initial weights, whole, on every rank.
-        optim: of AdamW; ``set_lr`` changes the learning rate afterwards.
+        optim: ``set_lr`` changes the learning rate afterwards.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Engine:
         self.device = device_of(config, local_rank)
         self._rank, self._world, self._stage, self._optim = rank, world, config.zero_stage, optim
         self._sharding = Sharding(partitioned=self._stage == 3, rank=rank, world=world, device=self.device)
+        self._keys, self.steps = state_keys(optim), 0
         self._deepspeed = _engine(module, config, optim, local_rank=local_rank)
         self._deepspeed.enable_backward_allreduce = self._stage > 0  # at stage 0 _reduce_gradients does it
         self.module: nn.Module = self._deepspeed.module
@@ -69,12 +71,17 @@ class Engine:
             group["lr"] = lr
 
     def apply(self) -> float:
-        """Collective. The optimizer step. Returns the gradient norm before clipping; not finite: nothing applied."""
+        """Collective. The optimizer step. Returns the gradient norm before clipping; not finite: nothing applied.
+
+        ``steps`` counts those applied.
+        """
         if self._stage == 0 and not self._reduce_gradients():
             self._deepspeed.zero_grad()
             return math.inf
         self._deepspeed.step()
-        return float(self._deepspeed.get_global_grad_norm()) if self._stage else self._norm
+        norm = float(self._deepspeed.get_global_grad_norm()) if self._stage else self._norm
+        self.steps += math.isfinite(norm)
+        return norm
 
     def _reduce_gradients(self) -> bool:
         """Mean and clip of whole gradients, which ZeRO does by itself from stage 1 on. Returns whether finite."""
@@ -114,44 +121,28 @@ class Engine:
         return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self.module)}
 
     # -- disk --------------------------------------------------------------------------------------------------
-    def save_weights(self, directory: Path, stem: str) -> None:
-        """Collective. The weights, whole, so that any number of ranks at any stage can load them (C71), read back for
-        their shapes. Raises TensorsMissing.
-        """
-        if self._rank != 0:
-            _exhaust(self.weights())
-            return
-        write_tensors(directory, stem, self.weights())
-        check_tensors(directory, stem, self.shapes())
-
-    def save_moments(self, directory: Path, stem: str) -> int:
-        """Collective. AdamW's moments, whole. Returns the steps it has taken; before the first nothing is written."""
-        if steps := _adam_steps(self._deepspeed):
-            moments = self._moments()
-            if self._rank == 0:
-                write_tensors(directory, stem, moments)
-            else:
-                _exhaust(moments)
-        return steps
-
-    def load_moments(self, directory: Path, stem: str, *, steps: int) -> None:
-        """What ``save_moments`` has written. Raises TensorsMissing."""
-        if not steps:
-            return
-        parameters = dict(self._parameters())
-        wanted = {f"{name}.{key}": whole_shape(p) for name, p in parameters.items() for key in _MOMENTS}
-        check_tensors(directory, stem, wanted)
-        _fill_adam(self._deepspeed, steps)
-        for name, value in read_tensors(directory, stem):
-            owner, _, key = name.rpartition(".")
-            self._set_moment(parameters[owner], key, value)
-
-    def _moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Collective. AdamW's two moments of every parameter, as ``weights``."""
-        for key in _MOMENTS:
+    def moments(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. The optimizer's state of every parameter, as ``weights``; nothing before the first step."""
+        for key in self._keys if self.steps else ():
             yield from self._sharding.whole(
                 (f"{name}.{key}", whole_shape(p), self._moment(p, key)) for name, p in self._parameters()
             )
+
+    def moment_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of everything that ``moments`` yields after the first step."""
+        return {f"{name}.{key}": whole_shape(p) for name, p in self._parameters() for key in self._keys}
+
+    def load_moments(self, directory: Path, stem: str, *, steps: int) -> None:
+        """What ``moments`` has yielded after ``steps`` of the optimizer. Raises TensorsMissing."""
+        self.steps = steps
+        if not steps or not self._keys:
+            return
+        parameters = dict(self._parameters())
+        check_tensors(directory, stem, self.moment_shapes())
+        _fill_state(self._deepspeed, self._optim, steps)
+        for name, value in read_tensors(directory, stem):
+            owner, _, key = name.rpartition(".")
+            self._set_moment(parameters[owner], key, value)
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """This rank's shard at stage 3; the whole below it, a collective at stages 1 and 2."""
@@ -209,9 +200,17 @@ def _engine(model: nn.Module, config: LearnerConfig, optim: OptimConfig, *, loca
     if config.zero_stage == 3 and (layers := layer_classes(model)):
         # One gather a layer, not one a Linear: hooks on every leaf cost more than a small model's arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layers)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
-    )
+    if config.dtype == "bfloat16":
+        # Around the module, not around the engine, which would turn it off. No cache: it would keep whole weights.
+        model.forward = torch.autocast(config.device, torch.bfloat16, cache_enabled=False)(model.forward)
+    if config.offload_optimizer == "nvme" and not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(
+        verbose=False
+    ):
+        raise SlipstreamError(
+            "learner.offload_optimizer=nvme: DeepSpeed cannot compile its asynchronous I/O here; install libaio with "
+            "its header (libaio-dev, libaio-devel), or set learner.offload_optimizer=cpu"
+        )
+    optimizer = make_optimizer(model.parameters(), optim)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), optimizer=optimizer, config=_deepspeed_config(config, optim)
     )
@@ -224,17 +223,18 @@ def _deepspeed_config(config: LearnerConfig, optim: OptimConfig) -> dict[str, An
         # Parameters that stay whole are gathered one by one after each step; with 0 all come in coalesced gathers.
         # The memory-efficient Linear is a Python autograd function around every Linear.
         zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
-    if config.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if config.offload_param:
-        zero["offload_param"] = {"device": "cpu"}
+    if config.offload_optimizer != "none":
+        nvme = {"nvme_path": config.offload_dir} if config.offload_optimizer == "nvme" else {}
+        zero["offload_optimizer"] = {"device": config.offload_optimizer} | nvme
+    if config.offload_param != "none":
+        zero["offload_param"] = {"device": config.offload_param}
     return {
         "train_micro_batch_size_per_gpu": 1,  # unused: we own the micro-batches
         "managed_gradient_accumulation": False,  # every step() ends an accumulation
         "gradient_clipping": optim.max_grad_norm if config.zero_stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # it would be compiled, and torch's AdamW is what we resume
+        "zero_force_ds_cpu_optimizer": False,  # learner.optim.optimizer says which
         "steps_per_print": None,
     }
 
@@ -252,21 +252,10 @@ def _torch_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
-def _adam_steps(engine: Any) -> int:
-    """Steps that AdamW has taken, for its bias correction; 0 before the first."""
-    state = _torch_optimizer(engine).state
-    return max((int(one["step"]) for one in state.values() if "step" in one), default=0)
-
-
-def _fill_adam(engine: Any, steps: int) -> None:
-    """Makes the state that AdamW would make in its first step, to be filled from a checkpoint."""
+def _fill_state(engine: Any, optim: OptimConfig, steps: int) -> None:
+    """Makes the state that the optimizer would make in its first step, to be filled from a checkpoint."""
     state = _torch_optimizer(engine).state
     for master in _masters(engine):
-        state[master] = {"step": torch.tensor(float(steps))} | {key: torch.zeros_like(master) for key in _MOMENTS}
+        state[master] = empty_state(optim, master, steps=steps)
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _exhaust(items: Iterator[object]) -> None:
-    for _ in items:
-        pass

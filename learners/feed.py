@@ -110,9 +110,9 @@ class BatchFeed:
             self._hand, self._version, self._ahead = None, version, self._ahead - len(positions)
             self._changed.notify_all()
 
-    def durable(self, version: int) -> None:
-        """A checkpoint of ``version`` is complete."""
-        self._saved = self.frontier
+    def durable(self, version: int, frontier: Frontier) -> None:
+        """A checkpoint of ``version`` is complete, with the data position that it holds."""
+        self._saved = frontier
         try:
             self._broker.durable(version=version)
         except NoOpenRun:

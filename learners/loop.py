@@ -3,6 +3,8 @@
     broker ─batch─► bound ─► advantages ─► plan ─share─► step: version + 1 ─┬─► offer to the generators
                                                                             └─► trained ─► metrics ─► checkpoint
 
+A checkpoint is copied between two steps and written beside the next ones (learners/saving.py).
+
 Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others have a sender for their part
 of the weights, and wait in ``exchange.share``
 for rank 0, which waits for a batch; a finished group wakes it, and ``learner.collective_timeout_s`` and
@@ -12,15 +14,16 @@ for rank 0, which waits for a batch; a finished group wakes it, and ``learner.co
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from broker.messages import Frontier
 from learners.batching import collate
-from learners.checkpoint import Checkpoints
 from learners.conductor import END, Conductor
 from learners.config import LearnerConfig
 from learners.exchange import Exchange, decode
 from learners.policy import Policy
 from learners.report import Stopwatch
+from learners.saving import Saver
 from weights_sync.part_sender import PartSender
 
 
@@ -30,7 +33,7 @@ def learn(
     exchange: Exchange,
     conductor: Conductor | None,
     sender: PartSender | None,
-    checkpoints: Checkpoints,
+    saver: Saver,
     config: LearnerConfig,
     rank: int,
 ) -> None:
@@ -54,15 +57,17 @@ def learn(
         watch.lap("publish")
         if conductor:
             conductor.stepped(stats, watch)
+            conductor.saved(saver.wait(0.0))
         if stats.applied and _due(policy.version, config.checkpoint.every_steps):
-            saved = save(policy, conductor, checkpoints)
-        watch.lap("between")
+            saved = save(policy, exchange, conductor, saver, background=config.checkpoint.background)
+        watch.lap("save")
         in_between = stats.applied and policy.version < config.total_steps
         evaluate(policy, exchange, conductor, due=in_between and _due(policy.version, config.eval.every_steps))
         watch.lap("eval")
     evaluate(policy, exchange, conductor, due=config.eval.at_end)
     if saved != policy.version:
-        save(policy, conductor, checkpoints)
+        save(policy, exchange, conductor, saver, background=False)
+    settle(exchange, conductor, saver)
 
 
 def publish(policy: Policy, exchange: Exchange, conductor: Conductor | None, sender: PartSender | None) -> None:
@@ -80,12 +85,27 @@ def evaluate(policy: Policy, exchange: Exchange, conductor: Conductor | None, *,
         exchange.share(conductor.evaluate(policy.version) if conductor else None)
 
 
-def save(policy: Policy, conductor: Conductor | None, checkpoints: Checkpoints) -> int:
-    """Collective. Saves a checkpoint, then tells the broker. Returns its version."""
-    checkpoints.save(policy.version, conductor.frontier if conductor else Frontier(), policy.save)
-    if conductor:
-        conductor.saved(policy.version)
+def save(policy: Policy, exchange: Exchange, conductor: Conductor | None, saver: Saver, *, background: bool) -> int:
+    """Collective. Begins a checkpoint, after the one before is complete; without ``background`` this one is complete
+    too when it returns. Returns its version.
+    """
+    settle(exchange, conductor, saver)
+    frontier = conductor.frontier if conductor else Frontier()
+    saver.begin(policy.version, frontier, partial(policy.capture, background=background))
+    if not background:
+        settle(exchange, conductor, saver)
     return policy.version
+
+
+def settle(exchange: Exchange, conductor: Conductor | None, saver: Saver) -> None:
+    """Collective. Waits until no checkpoint is being written; the broker is told of the last."""
+
+    def complete(wait_s: float) -> bytes | None:
+        assert conductor is not None
+        conductor.saved(saver.wait(wait_s))
+        return b"" if saver.idle else None
+
+    exchange.share(complete if conductor else None)
 
 
 def _due(version: int, every_steps: int) -> bool:

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from learners.model import load_model
 from learners.objective import LossTerms, Objective, policy_loss
 from learners.passes import token_passes
 from learners.schedule import learning_rate
+from learners.snapshot import Stream, capture
 from learners.stats import StepStats, Totals
+from learners.tensor_files import TensorsMissing
 
 log = logging.getLogger(__name__)
 
@@ -162,41 +164,63 @@ class Policy:
         if self._rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        self._write_model(draft)
+        weights = Stream(self._engine.weights(), self._engine.shapes())
+        capture({"model": weights}, draft, rank=self._rank, background=False)()
         if self._rank == 0:
+            self._write_configs(draft)
             shutil.rmtree(directory, ignore_errors=True)
             draft.rename(directory)
         self._barrier()
 
     def save(self, directory: Path) -> None:
-        """Collective. Everything to go on from, into an existing directory: model, optimizer, version, RNG.
+        """Collective. Everything to go on from, into an existing directory: see learners/snapshot.py."""
+        self.capture(directory, background=False)()
 
-        Tensors are saved whole, so that any number of ranks at any ZeRO stage can load them (C71).
+    def capture(self, directory: Path, *, background: bool) -> Callable[[], None]:
+        """Collective. Saves this rank's random numbers at once; what is returned writes the rest, on rank 0.
+
+        With ``background`` the rest is a copy in CPU memory, and training may go on before it is written.
         """
-        self._write_model(directory)
         rng = {"cpu": torch.get_rng_state()}
         if self.device.startswith("cuda"):
             rng["cuda"] = torch.cuda.get_rng_state()
         save_file(rng, directory / f"rng-{self._rank:05d}.safetensors")
-        steps = self._engine.save_moments(directory, _OPTIMIZER)
-        if self._rank == 0:
-            state = {"version": self.version, "adam_steps": steps, "ranks": self._world}
-            (directory / _STATE).write_text(json.dumps(state), encoding="utf-8")
+        steps = self._engine.steps
+        state = {"version": self.version, "optimizer_steps": steps, "ranks": self._world}
+        streams = {
+            "model": Stream(self._engine.weights(), self._engine.shapes()),
+            _OPTIMIZER: Stream(self._engine.moments(), self._engine.moment_shapes() if steps else {}),
+        }
+        finish = capture(streams, directory, rank=self._rank, background=background)
 
-    def _write_model(self, directory: Path) -> None:
-        if self._rank == 0:
-            model: Any = self.module
-            for source in self._model_dir.iterdir():
-                if source.suffix in (".json", ".txt", ".model", ".jinja") and not source.name.endswith(".index.json"):
-                    shutil.copyfile(source, directory / source.name)
-            model.config.save_pretrained(directory)
-        self._engine.save_weights(directory, "model")
+        def write() -> None:
+            finish()
+            if self._rank == 0:
+                self._write_configs(directory)
+                (directory / _STATE).write_text(json.dumps(state), encoding="utf-8")
+
+        return write
+
+    def _write_configs(self, directory: Path) -> None:
+        model: Any = self.module
+        for source in self._model_dir.iterdir():
+            if source.suffix in (".json", ".txt", ".model", ".jinja") and not source.name.endswith(".index.json"):
+                shutil.copyfile(source, directory / source.name)
+        model.config.save_pretrained(directory)
 
     def _load(self, directory: Path, seed: int) -> None:
-        """Optimizer, version and RNG; the weights were loaded with the model. Raises TensorsMissing."""
-        state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-        self.version = int(state["version"])
-        self._engine.load_moments(directory, _OPTIMIZER, steps=int(state["adam_steps"]))
+        """Optimizer, version and RNG; the weights were loaded with the model. Raises TensorsMissing.
+
+        The optimizer takes a step a version: fewer steps than versions would be moments that begin anew.
+        """
+        try:
+            state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+            self.version, steps = int(state["version"]), int(state["optimizer_steps"])
+        except (OSError, ValueError, KeyError) as error:
+            raise TensorsMissing(f"{directory / _STATE} cannot be read: {error}") from error
+        if steps != self.version:
+            raise TensorsMissing(f"{directory}: version {self.version} with the optimizer's state after {steps} steps")
+        self._engine.load_moments(directory, _OPTIMIZER, steps=steps)
         if int(state["ranks"]) != self._world:
             log.warning(
                 "%s was saved by %d ranks, this run has %d: random numbers start from the seed",
@@ -204,7 +228,10 @@ class Policy:
             )  # fmt: skip
             torch.manual_seed(seed + self._rank)
             return
-        rng = load_file(directory / f"rng-{self._rank:05d}.safetensors")
+        file = directory / f"rng-{self._rank:05d}.safetensors"
+        if not file.is_file():
+            raise TensorsMissing(f"{file} is missing: the random numbers of rank {self._rank}")
+        rng = load_file(file)
         torch.set_rng_state(rng["cpu"])
         if "cuda" in rng and self.device.startswith("cuda"):
             torch.cuda.set_rng_state(rng["cuda"])

@@ -26,6 +26,7 @@ from learners.feed import BatchFeed
 from learners.lineage import keep, take_up
 from learners.loop import learn
 from learners.policy import Policy
+from learners.saving import Saver
 from learners.schedule import learning_rate
 from telemetry.sink import JsonlSink
 from weights_sync.config import WeightsSyncConfig
@@ -120,9 +121,11 @@ def run_rank(
                 conductor = _conductor(stack, root, policy, frontier, ranks=world)
             introduction = exchange.share(conductor.introduction if conductor else None)
             sender = None if conductor else _sender(stack, root, policy, introduction, rank=rank, ranks=world)
+            saver = Saver(checkpoints, rank=rank, barrier=barrier)
+            stack.callback(saver.close)
             learn(
-                policy=policy, exchange=exchange, conductor=conductor, sender=sender, checkpoints=checkpoints,
-                config=config, rank=rank,
+                policy=policy, exchange=exchange, conductor=conductor, sender=sender, saver=saver, config=config,
+                rank=rank,
             )  # fmt: skip
             policy.export(run_dir / "actor")
             if conductor:

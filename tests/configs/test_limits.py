@@ -132,6 +132,9 @@ def test_a_value_that_cannot_work_is_refused_with_what_can(override: str, expect
         (["weights_sync.backend=nccl", "learner.device=cuda"], ["weights_sync.backend=nccl", "generator.device=cuda"]),
         (["learner.offload_param=true", "learner.zero_stage=2"], ["learner.offload_param", "learner.zero_stage=3"]),
         (["learner.offload_optimizer=true", "learner.zero_stage=0"], ["learner.offload_optimizer", "zero_stage"]),
+        (["learner.offload_optimizer=nvme"], ["learner.offload_dir"]),
+        (["learner.offload_optimizer=nvme", "learner.zero_stage=2"], ["offload_optimizer=nvme", "zero_stage=3"]),
+        (["learner.device=cuda", "learner.optim.optimizer=cpu_adamw"], ["cpu_adamw", "learner.offload_optimizer=cpu"]),
         (["task.weights.style=1"], ["task.weights: style", "task.rewards (exact)"]),
     ],
 )
@@ -151,6 +154,8 @@ def test_values_that_cannot_work_together_are_refused_by_their_names(overrides: 
         ["experiment=lr=2e-5,betas_0.9+x@2"],
         ["learner.device=cuda", "generator.device=cuda", "learner.backend=nccl", "weights_sync.backend=nccl"],
         ["learner.offload_param=true", "learner.offload_optimizer=true"],
+        ["learner.offload_optimizer=nvme", "learner.offload_dir=/fast"],
+        ["learner.optim.optimizer=sgd", "learner.optim.momentum=0.9", "learner.dtype=bfloat16"],
         ["seed=2147483647"],
     ],
 )

@@ -143,7 +143,7 @@ class Learner:
         if self._version > self._saved:
             self._checkpoints.save(self._version, self._frontier, self._history.write)
             self._saved = self._version
-        feed.durable(self._version)
+        feed.durable(self._version, self._frontier)
 
     def _prompts(self, frontier: Frontier, upto: int) -> Iterator[Prompt]:
         """What comes after ``frontier``; says what this life has fed before."""

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from broker.config import BrokerConfig
 from broker.messages import Frontier
-from configs.load import load
+from configs.load import ConfigError, load
+from launch import preflight
 from launch.preflight import check_access, check_generator, check_learner, check_run
 from learners.checkpoint import Checkpoints
 
@@ -152,3 +154,21 @@ def test_a_role_that_cannot_get_in_says_so_once_before_anything_loads(
 def test_a_host_that_is_not_known_yet_is_told_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     check_access(BrokerConfig(), "redis://:hunter2@nobody.invalid:1/0")
     assert "nobody.invalid does not resolve" in caplog.text and "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("libaio", "folder", "named"),
+    [
+        (None, ".", ("offload_optimizer=nvme", "libaio-dev")),
+        ("libaio.so.1", "not_there", ("learner.offload_dir", "not_there")),
+        ("libaio.so.1", ".", ()),
+    ],
+)
+def test_offloading_to_nvme_needs_libaio_and_a_folder(
+    libaio: str | None, folder: str, named: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_library", {"aio": libaio}.get)
+    config = load("quickstart", ["learner.offload_optimizer=nvme", f"learner.offload_dir={tmp_path / folder}"])
+    with pytest.raises(ConfigError) if named else nullcontext() as caught:
+        check_learner(config)
+    assert all(part in str(caught.value) for part in named if caught)

@@ -19,7 +19,7 @@ from launch.cli import main
 from launch.resumption import going_on, standing
 from launch.run_folder import keep_config
 from learners import lineage
-from learners.checkpoint import Checkpoints
+from learners.checkpoint import MARKER, Checkpoints
 
 STEPS = 7
 
@@ -79,6 +79,38 @@ def test_up_on_a_complete_run_says_what_can_be_done_starts_nothing_and_changes_n
     for way in ("learner.total_steps=", "learner.checkpoint.resume=never", "experiment=NAME"):
         assert way in said
     assert look(run_dir) == before
+
+
+FILES = ("model.safetensors", "optimizer.safetensors", "policy.json", "rng-00000.safetensors")
+
+
+@pytest.mark.parametrize("damage", ["removed", "truncated"])
+@pytest.mark.parametrize("name", [*FILES, MARKER])
+def test_c69_a_checkpoint_with_a_file_less_or_a_shorter_one_is_refused_by_name_and_nothing_is_started(
+    name: str, damage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(directory: Path) -> None:
+        for file in FILES:
+            (directory / file).write_text(file)
+
+    config = config_of(tmp_path)
+    keep_config(config)
+    checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", keep=2)
+    older, newer = (checkpoints.save(version, Frontier(), write) for version in (3, 5))
+    if damage == "removed":
+        (newer / name).unlink()
+    else:
+        (newer / name).write_bytes((newer / name).read_bytes()[:-3])
+    if (name, damage) == (MARKER, "removed"):  # not complete: as if it had never been
+        assert standing(config).checkpoint == older
+        return
+    before = look(Path(config.run_dir))
+    for command in (["up"], ["up", "launch.mode=serial"], ["learner", "broker.url=tcp://127.0.0.1:9"]):
+        assert main([*command, "-c", "quickstart", f"output_dir={tmp_path}", f"learner.total_steps={STEPS}"]) == 2
+        said = capsys.readouterr().err
+        assert f"{newer / name} is missing or has changed" in said
+        assert "learner.checkpoint.resume" in said
+    assert look(Path(config.run_dir)) == before
 
 
 def test_a_run_that_goes_on_names_its_step_and_every_setting_that_is_another_one(tmp_path: Path) -> None:

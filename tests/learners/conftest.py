@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -51,9 +52,14 @@ def untied_dir(model_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run_ranks(model_dir: Path, untied_dir: Path) -> Callable[..., None]:
-    """Runs cases of a script in ``world`` processes, in a directory with the tiny models ``model`` and ``untied``."""
+    """Runs cases of a script in ``world`` processes, in a directory with the tiny models ``model`` and ``untied``.
 
-    def run(cases: str, *, world: int, directory: Path, script: str = "ranks.py", timeout_s: float = 120) -> None:
+    ``dies``: rank 0 is to kill itself with SIGKILL, and the others are killed then.
+    """
+
+    def run(
+        cases: str, *, world: int, directory: Path, script: str = "ranks.py", timeout_s: float = 120, dies: bool = False
+    ) -> None:
         for model in (model_dir, untied_dir):
             if not (directory / model.name).exists():
                 (directory / model.name).symlink_to(model)
@@ -71,10 +77,15 @@ def run_ranks(model_dir: Path, untied_dir: Path) -> Callable[..., None]:
             for rank in range(world)
         ]
         try:
+            if dies:  # rank 0 kills itself, and nothing of the others is to outlive it
+                ended = ranks[0].wait(timeout=timeout_s)
+                assert ended == -signal.SIGKILL, ranks[0].communicate()[0]
+                return
             outputs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
+                rank.wait()
         ended = zip(ranks, outputs, strict=True)
         failed = [f"rank {i}:\n{output}" for i, (rank, output) in enumerate(ended) if rank.returncode]
         assert not failed, "\n".join(failed)

@@ -6,6 +6,7 @@ Each case writes what it saw into DIRECTORY; the tests judge it.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -17,9 +18,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from broker.errors import SlipstreamError
 from learners import sharding
 from learners.batching import TrainSequence, collate, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
+from learners.engine import Engine
 from learners.exchange import Exchange, RootFailed
 from learners.losses import PAIRED
 from learners.policy import NonFiniteGradients, Policy
@@ -142,12 +145,33 @@ def case_steps(directory: Path, rank: int, world: int) -> None:
         (directory / "stats.json").write_text(json.dumps(seen))
 
 
+def case_missing(directory: Path, rank: int, world: int) -> None:
+    """Goes on from what ``case_steps`` has saved at stage 3, each time without one of its files."""
+    seen: dict[str, str] = {}
+    for name in ("model.safetensors", "optimizer.safetensors", "policy.json", "rng-00000.safetensors", "fresh"):
+        broken = directory / f"without-{name}"
+        if rank == 0:
+            shutil.copytree(directory / "saved-z3", broken)
+            if name == "fresh":  # the optimizer's state of a run that has not begun, beside weights of one that has
+                state = json.loads((broken / "policy.json").read_text()) | {"optimizer_steps": 0}
+                (broken / "policy.json").write_text(json.dumps(state))
+            else:
+                (broken / name).unlink()
+        dist.barrier()
+        try:
+            policy(directory, rank, world, resume=broken)
+            seen[name] = ""
+        except (SlipstreamError, OSError) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    (directory / f"missing-{rank}.json").write_text(json.dumps(seen))
+
+
 def case_micro_batches(directory: Path, rank: int, world: int) -> None:
     """The same two steps in many micro-batches, with gradient checkpointing and with offloading."""
     variants: dict[str, dict[str, object]] = {
         "z2": {"zero_stage": 2},
         "checkpointing": {"gradient_checkpointing": True},
-        "offload": {"offload_optimizer": True, "offload_param": True},
+        "offload": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     }
     for tag, changes in variants.items():
         one = policy(directory, rank, world, **changes)
@@ -193,28 +217,81 @@ def case_order(directory: Path, rank: int, world: int) -> None:
     (directory / f"order-{rank}.json").write_text(json.dumps(calls))
 
 
+BAD = ((0, "float32"), (1, "float32"), (2, "float32"), (3, "float32"), (3, "bfloat16"))
+
+
 def case_bad_gradients(directory: Path, rank: int, world: int) -> None:
     """A good step, one without finite gradients, a good one; then three bad ones in a row."""
     seen: dict[str, object] = {}
-    for stage in (0, 2, 3):
-        one = policy(directory, rank, world, zero_stage=stage)
+    for stage, dtype in BAD:
+        one, tag = policy(directory, rank, world, zero_stage=stage, dtype=dtype), f"{stage}-{dtype}"
         good = [train(one, rows(1), rank, world, budget=100_000)]
-        dump(one, directory / f"before-z{stage}.safetensors", rank)
-        spoilt = rows(2)
+        dump(one, directory / f"before-{tag}.safetensors", rank)
+        spoilt = rows(2)  # of one rank only
         spoilt[4].behavior_logprobs[-1] = np.nan
         bad = train(one, spoilt, rank, world, budget=100_000)
-        dump(one, directory / f"after-z{stage}.safetensors", rank)
+        dump(one, directory / f"after-{tag}.safetensors", rank)
         good.append(train(one, rows(2), rank, world, budget=100_000))
-        dump(one, directory / f"next-z{stage}.safetensors", rank)
+        dump(one, directory / f"next-{tag}.safetensors", rank)
         error = ""
         try:
             for _ in range(5):
                 train(one, spoilt, rank, world, budget=100_000)
         except NonFiniteGradients as raised:
             error = str(raised)
-        seen[str(stage)] = {"good": good, "bad": bad, "error": error}
+        seen[tag] = {"good": good, "bad": bad, "error": error}
     if rank == 0:
         (directory / "bad.json").write_text(json.dumps(seen))
+
+
+def case_sgd(directory: Path, rank: int, world: int) -> None:
+    """As ``case_steps``, with another optimizer, at the stages that keep its state in three ways."""
+    optim = OptimConfig(optimizer="sgd", momentum=0.9, lr=0.1, max_grad_norm=0.5, weight_decay=0.01)
+    for stage in (0, 2, 3):
+        one = policy(directory, rank, world, zero_stage=stage, optim=optim)
+        for seed in (1, 2):
+            train(one, rows(seed), rank, world, budget=100_000)
+        dump(one, directory / f"sgd-z{stage}-second.safetensors", rank)
+        saved = directory / f"saved-sgd-z{stage}"
+        if rank == 0:
+            saved.mkdir()
+        if world > 1:
+            dist.barrier()
+        one.save(saved)
+        train(one, rows(3), rank, world, budget=100_000)
+        dump(one, directory / f"sgd-z{stage}-third.safetensors", rank)
+        again = policy(directory, rank, world, zero_stage=stage, optim=optim, resume=saved)
+        train(again, rows(3), rank, world, budget=100_000)
+        dump(again, directory / f"sgd-z{stage}-resumed.safetensors", rank)
+
+
+def case_small_updates(directory: Path, rank: int, world: int) -> None:
+    """C101: a hundred steps of 1e-6 from weights of 1, computed in bfloat16, whose numbers beside 1 are 0.004 apart."""
+    seen: dict[str, dict[str, float]] = {}
+    for stage in (0, 1, 2, 3):
+        module = torch.nn.Linear(8, 8, bias=False)
+        torch.nn.init.ones_(module.weight)
+        given = config(world, zero_stage=stage, dtype="bfloat16", optim=OptimConfig(lr=1e-6))
+        engine = Engine(module, config=given, optim=given.optim, rank=rank, world=world, local_rank=rank)
+        for _ in range(100):
+            output = engine(input=torch.ones(2, 8))
+            assert output.dtype == torch.bfloat16
+            engine.backward(output.float().sum())
+            engine.apply()
+        for _, weight in engine.weights():
+            seen[str(stage)] = {"dtype": str(weight.dtype), "delta": float((1 - weight).mean())}  # type: ignore[dict-item]
+    if rank == 0:
+        (directory / "small.json").write_text(json.dumps(seen))
+
+
+def case_bfloat16(directory: Path, rank: int, world: int) -> None:
+    """One step in either arithmetic."""
+    seen = {}
+    for dtype in ("float32", "bfloat16"):
+        one = policy(directory, rank, world, dtype=dtype, gradient_checkpointing=True)
+        seen[dtype] = train(one, rows(1), rank, world, budget=24)
+    if rank == 0:
+        (directory / "dtype.json").write_text(json.dumps(seen))
 
 
 def case_recipes(directory: Path, rank: int, world: int) -> None:

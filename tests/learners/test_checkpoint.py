@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from broker.messages import Frontier
 from learners.checkpoint import MARKER, CheckpointDamaged, Checkpoints, read_checkpoint
+from learners.saving import Saver
+from learners.tensor_files import check_tensors, write_tensors
 
 
 def write(text: str, parts: int = 2) -> object:
@@ -85,6 +92,55 @@ def _save_and_die(directory: Path, moment: int) -> bool:
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
+
+
+def test_c72_killed_from_outside_while_tensors_are_written_the_older_checkpoint_or_the_new_one_is_whole(
+    tmp_path: Path,
+) -> None:
+    survived = []
+    for kill in range(20):
+        directory = tmp_path / str(kill)
+        Checkpoints(directory, keep=1).save(1, Frontier(base=1), write("old"))  # type: ignore[arg-type]
+        _save_tensors(directory, after_s=random.Random(kill).uniform(0.0, 0.2))
+        newest = Checkpoints(directory, keep=1).resolve("auto")
+        assert newest is not None, f"kill {kill}"
+        version, frontier = read_checkpoint(newest)
+        assert (version, frontier.base) in [(1, 1), (2, 2)], f"kill {kill}"
+        if version == 2:
+            check_tensors(newest, "model", {f"t{i}": (1 << 18,) for i in range(16)})
+        Checkpoints(directory, keep=1).set_aside_after(version)
+        assert len(list(directory.iterdir())) == 1, "what was half-written is still there"
+        survived.append(version)
+        shutil.rmtree(directory)
+    assert survived.count(1) >= 5, survived
+
+
+def _save_tensors(directory: Path, *, after_s: float) -> None:
+    """Saves 16 files of 1 MiB beside the main thread of a child, which takes 0.1 s or more, and is killed meanwhile."""
+    pid = os.fork()
+    if pid == 0:
+        saver = Saver(Checkpoints(directory, keep=1))
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for i in range(16):
+                time.sleep(0.1 / 16)
+                yield f"t{i}", torch.full((1 << 18,), float(i))
+
+        def capture(draft: Path) -> Callable[[], None]:
+            return partial(write_tensors, draft, "model", tensors(), file_bytes=1 << 20)
+
+        saver.begin(2, Frontier(base=2), capture)
+        ended = saver.wait(30.0) is not None
+        os._exit(0 if ended else 1)
+    until = time.perf_counter() + after_s
+    while time.perf_counter() < until:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            assert os.WEXITSTATUS(status) == 0
+            return
+        time.sleep(0.001)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def test_c69_a_missing_or_changed_file_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_the_frontier_holds_what_was_trained_and_durable_follows_it(bench: Bench
     assert feed.frontier == Frontier()
     feed.trained(1)
     assert feed.frontier == Frontier(base=B)
-    feed.durable(1)
+    feed.durable(1, feed.frontier)
     assert bench.generator.state().counts.durable == B
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from learners.conductor import END
 from learners.config import CheckpointConfig, EvalConfig, LearnerConfig
 from learners.exchange import Exchange, Plan, encode
 from learners.loop import learn
+from learners.saving import Saved, Saver
 from learners.stats import StepStats
 
 NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
+
+
+SYNCHRONOUS = CheckpointConfig(every_steps=1, background=False)
 
 
 class Scribe:
@@ -40,8 +45,13 @@ class Scribe:
     def parts(self) -> Iterator[Any]:
         return iter(())
 
-    def save(self, directory: Path) -> None:
-        (directory / "state").write_text(str(self.version))
+    def capture(self, directory: Path, *, background: bool) -> Callable[[], None]:
+        assert not background or self.version < self._end_at
+        text = str(self.version)
+        return lambda: self.write(directory / "state", text)
+
+    def write(self, path: Path, text: str) -> None:
+        path.write_text(text)
 
     def next_plan(self, version: int) -> Callable[[float], bytes | None]:
         polls = iter([None, END if version == self._end_at else encode(Plan(denominator=3, micro_batches=[[[]]]))])
@@ -60,8 +70,10 @@ class Scribe:
     def stepped(self, stats: StepStats, watch: object) -> None:
         self.seen.append(f"book {stats.version}" if stats.applied else "log skip")
 
-    def saved(self, version: int) -> None:
-        self.seen.append(f"durable {version}")
+    def saved(self, saved: Saved | None) -> None:
+        if saved is not None:
+            assert saved.frontier == self.frontier
+            self.seen.append(f"durable {saved.version}")
 
 
 @pytest.fixture
@@ -72,7 +84,7 @@ def run(tmp_path: Path) -> Callable[..., list[str]]:
             exchange=Exchange(rank=0, world=1, timeout_s=1.0),
             conductor=scribe,  # type: ignore[arg-type]
             sender=None,
-            checkpoints=Checkpoints(tmp_path, keep=2),
+            saver=Saver(Checkpoints(tmp_path, keep=2)),
             config=LearnerConfig(ranks=1, **changes),
             rank=0,
         )
@@ -88,7 +100,7 @@ def test_a_version_is_offered_then_booked_and_the_last_one_is_saved(run: Callabl
 
 
 def test_c99_a_skipped_step_is_logged_and_neither_offered_nor_booked_nor_saved(run: Callable[..., list[str]]) -> None:
-    seen = run(Scribe(skips=(2,)), total_steps=2, checkpoint=CheckpointConfig(every_steps=1))
+    seen = run(Scribe(skips=(2,)), total_steps=2, checkpoint=SYNCHRONOUS)
     assert seen == [
         "offer 0", "step 1", "offer 1", "book 1", "durable 1", "skip", "log skip",
         "step 2", "offer 2", "book 2", "durable 2",
@@ -109,3 +121,34 @@ def test_c68_a_finished_run_does_nothing_more_and_a_longer_one_exactly_the_rest(
     assert run(Scribe(version=60), total_steps=60) == ["offer 60"]
     steps = [line for line in run(Scribe(version=60), total_steps=120) if line.startswith("step")]
     assert (len(steps), steps[-1]) == (60, "step 120")
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(
+    run: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    class Slow(Scribe):
+        def write(self, path: Path, text: str) -> None:
+            assert enough.wait(10)
+            super().write(path, text)
+
+        def step(self, micro_batches: list[Any], *, denominator: int) -> StepStats:
+            if self.version == 3:
+                assert not list(tmp_path.glob("step_*")), "the first save is over before it may be"
+                enough.set()
+            return super().step(micro_batches, denominator=denominator)
+
+    enough = threading.Event()
+    seen = run(Slow(), total_steps=4, checkpoint=CheckpointConfig(every_steps=2))
+    assert seen.index("book 2") < seen.index("step 3") < seen.index("step 4") < seen.index("durable 2")
+    assert seen[-1] == "durable 4"
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_000002", "step_000004"]
+    assert (tmp_path / "step_000002" / "state").read_text() == "2"
+
+
+def test_what_stops_the_writing_ends_the_run_with_that_error(run: Callable[..., list[str]]) -> None:
+    class Full(Scribe):
+        def write(self, path: Path, text: str) -> None:
+            raise OSError(28, "No space left on device", str(path))
+
+    with pytest.raises(OSError, match="No space left"):
+        run(Full(), total_steps=20, checkpoint=CheckpointConfig(every_steps=2))

@@ -35,9 +35,13 @@ def ranks() -> ModuleType:
 @pytest.fixture(scope="module")
 def plain(model_dir: Path, ranks: ModuleType) -> list[dict[str, Tensor]]:
     """Parameters before and after each of three AdamW steps on the whole batch, without any of our code for it."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     settings = {name: ranks.OPTIM[name] for name in ("lr", "weight_decay", "eps")}
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), **settings)
+    return trained(model_dir, ranks, lambda p: torch.optim.AdamW(p, betas=(0.9, 0.95), **settings))
+
+
+def trained(model_dir: Path, ranks: ModuleType, make: Callable[..., torch.optim.Optimizer]) -> list[dict[str, Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = make(model.parameters())
     seen = [{name: p.detach().clone() for name, p in model.named_parameters()}]
     for seed in (1, 2, 3):
         rows = ranks.rows(seed)
@@ -61,7 +65,11 @@ def plain(model_dir: Path, ranks: ModuleType) -> list[dict[str, Tensor]]:
 @pytest.fixture(scope="module")
 def two(run_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("two")
-    run_ranks("exchange+steps+micro_batches+order+bad_gradients", world=2, directory=directory)
+    run_ranks(
+        "exchange+steps+missing+micro_batches+order+bad_gradients+sgd+small_updates+bfloat16",
+        world=2,
+        directory=directory,
+    )
     return directory
 
 
@@ -114,6 +122,17 @@ def test_c69_a_step_after_resuming_is_bit_for_bit_the_step_without(two: Path, st
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
+def test_c69_a_checkpoint_without_any_of_its_parts_is_an_error_and_never_a_fresh_optimizer(two: Path) -> None:
+    first, second = (json.loads((two / f"missing-{rank}.json").read_text()) for rank in (0, 1))
+    assert "model.safetensors" in first["model.safetensors"]
+    assert "optimizer.safetensors is missing" in first["optimizer.safetensors"]
+    assert "policy.json cannot be read" in first["policy.json"]
+    assert "version 2 with the optimizer's state after 0 steps" in first["fresh"]
+    assert "the random numbers of rank 0" in first.pop("rng-00000.safetensors")
+    assert second.pop("rng-00000.safetensors") == ""
+    assert first == second
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_c71_another_number_of_ranks_at_another_stage_goes_on_with_the_same_optimizer(
     one: Path, plain: list[dict[str, Tensor]], stage: int
@@ -121,18 +140,45 @@ def test_c71_another_number_of_ranks_at_another_stage_goes_on_with_the_same_opti
     assert difference(one / f"elsewhere-z{stage}.safetensors", plain[3]) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_c99_a_step_without_finite_gradients_changes_nothing_and_three_in_a_row_end_the_run(
-    two: Path, plain: list[dict[str, Tensor]], stage: int
+@pytest.mark.parametrize("tag", ["0-float32", "1-float32", "2-float32", "3-float32", "3-bfloat16"])
+def test_c99_a_step_without_finite_gradients_on_one_rank_changes_nothing_and_three_in_a_row_end_the_run(
+    two: Path, plain: list[dict[str, Tensor]], tag: str
 ) -> None:
-    seen = json.loads((two / "bad.json").read_text())[str(stage)]
+    seen = json.loads((two / "bad.json").read_text())[tag]
     assert (seen["bad"]["applied"], seen["bad"]["version"]) == (0, 1)
     assert [good["version"] for good in seen["good"]] == [1, 2]
-    before, after = (load_file(two / f"{name}-z{stage}.safetensors") for name in ("before", "after"))
+    before, after = (load_file(two / f"{name}-{tag}.safetensors") for name in ("before", "after"))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert difference(two / f"next-z{stage}.safetensors", plain[2]) < 1e-6
+    if tag.endswith("float32"):
+        assert difference(two / f"next-{tag}.safetensors", plain[2]) < 1e-6
     assert seen["error"].startswith("3 steps in a row")
     assert "learner.max_bad_steps" in seen["error"]
+
+
+def test_c101_small_updates_computed_in_bfloat16_move_the_float32_weights(two: Path) -> None:
+    seen = json.loads((two / "small.json").read_text())
+    assert sorted(seen) == ["0", "1", "2", "3"]
+    for one in seen.values():
+        assert one["dtype"] == "torch.float32"
+        assert one["delta"] == pytest.approx(100 * 1e-6, rel=0.05)
+
+
+def test_a_step_in_bfloat16_is_near_the_one_in_float32_and_not_the_same(two: Path) -> None:
+    exact, rounded = json.loads((two / "dtype.json").read_text()).values()
+    for name in ("loss", "grad_norm", "entropy", "ratio_mean"):
+        assert rounded[name] == pytest.approx(exact[name], rel=0.05, abs=0.01), name
+    assert rounded["entropy"] != pytest.approx(exact["entropy"], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_sgd_with_momentum_steps_as_torch_does_and_resumes_to_the_bit(
+    two: Path, model_dir: Path, ranks: ModuleType, stage: int
+) -> None:
+    wanted = trained(model_dir, ranks, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01))
+    assert difference(two / f"sgd-z{stage}-second.safetensors", wanted[2]) < 1e-5
+    assert max((wanted[2][name] - wanted[0][name]).abs().max().item() for name in wanted[0]) > 1e-3
+    straight, resumed = (load_file(two / f"sgd-z{stage}-{name}.safetensors") for name in ("third", "resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
 
 
 def test_c2_all_ranks_call_the_same_collectives_in_the_same_order(two: Path) -> None:
