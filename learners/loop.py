@@ -3,6 +3,9 @@
     broker ─batch─► bound ─► advantages ─► plan ─share─► step: version + 1 ─┬─► offer to the generators
                                                                             └─► trained ─► metrics ─► checkpoint
 
+Where a KL divergence acts on the rewards, the advantages follow in a second frame: a step begins with the passes that
+tell it (learners/scores.py), and rank 0 has the rewards.
+
 Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others have a sender for their part
 of the weights, and wait in ``exchange.share``
 for rank 0, which waits for a batch; a finished group wakes it, and ``learner.collective_timeout_s`` and
@@ -13,8 +16,10 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+from numpy.typing import NDArray
+
 from broker.messages import Frontier
-from learners.batching import collate
 from learners.checkpoint import Checkpoints
 from learners.conductor import END, Conductor
 from learners.config import LearnerConfig
@@ -35,6 +40,10 @@ def learn(
     rank: int,
 ) -> None:
     """Trains until ``learner.total_steps``, the end of the data, or the end of the run."""
+
+    def revalue(kl_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.frombuffer(exchange.share(conductor.advantages(kl_N) if conductor else None), np.float64)
+
     saved = policy.version
     publish(policy, exchange, conductor, sender)
     watch = Stopwatch()
@@ -45,8 +54,7 @@ def learn(
         watch.lap("wait")
         if frame == END:
             break
-        denominator, micro_batches = decode(frame, rank)
-        stats = policy.step([collate(rows, device=policy.device) for rows in micro_batches], denominator=denominator)
+        stats = policy.step(decode(frame, rank), revalue)
         time.sleep(config.delay_s)
         watch.lap("train")
         if stats.applied:

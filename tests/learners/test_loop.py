@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from broker.messages import Frontier
 from learners.checkpoint import Checkpoints
 from learners.conductor import END
 from learners.config import CheckpointConfig, EvalConfig, LearnerConfig
-from learners.exchange import Exchange, Plan, encode
+from learners.exchange import Exchange, MiniBatch, Plan, Rows, encode
 from learners.loop import learn
 from learners.stats import StepStats
 
-NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
+_NO_NUMBERS = ("version", "applied", "parts")
+NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in _NO_NUMBERS), 0.0)
+
+
+PLAN: Plan[Rows] = Plan(mini_batches=[MiniBatch(denominator=3, micro_batches=[[]])], order=[0], completions=0)
+"""Of one rank, in one micro-batch without rows."""
 
 
 class Scribe:
@@ -29,8 +35,8 @@ class Scribe:
         self.version, self._skips, self._end_at, self._steps = version, skips, end_at, 0
         self.seen: list[str] = []
 
-    def step(self, micro_batches: list[Any], *, denominator: int) -> StepStats:
-        assert (len(micro_batches), denominator) == (1, 3)
+    def step(self, share: Plan[Rows], revalue: Callable[..., Any]) -> StepStats:
+        assert share == PLAN
         self._steps += 1
         applied = self._steps not in self._skips
         self.version += applied
@@ -44,7 +50,14 @@ class Scribe:
         (directory / "state").write_text(str(self.version))
 
     def next_plan(self, version: int) -> Callable[[float], bytes | None]:
-        polls = iter([None, END if version == self._end_at else encode(Plan(denominator=3, micro_batches=[[[]]]))])
+        polls = iter(
+            [
+                None,
+                END
+                if version == self._end_at
+                else encode(replace(PLAN, mini_batches=[MiniBatch(denominator=3, micro_batches=[[[]]])])),
+            ]
+        )
         return lambda wait_s: next(polls)
 
     def evaluate(self, version: int) -> Callable[[float], bytes | None]:
