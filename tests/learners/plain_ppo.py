@@ -65,8 +65,8 @@ class PlainPpo:
             advantages, returns = self._gae(rows, values, kl)
         elif settings.kl_coef and settings.kl_in == "reward":
             sums = {id(row): float((kl[id(row)] * row.loss_mask).sum()) for row in rows}
-            mean = sum(sums.values()) / 12  # ranks.train_parts: of twelve completions, minus the KL, centred
-            advantages = {id(row): np.full(len(row.completion_ids), mean - sums[id(row)]) for row in rows}
+            worth = {id(row): ranks.REWARDS[row.index] - settings.kl_coef * sums[id(row)] for row in rows}
+            advantages = {id(row): np.full(len(row.completion_ids), worth[id(row)]) for row in rows}
         else:
             advantages = {id(row): np.full(len(row.completion_ids), row.advantage) for row in rows}
         for k in order:

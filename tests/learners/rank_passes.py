@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def case_bad_updates(directory: Path, rank: int, world: int) -> None:
     def spoilt(*which: int) -> list[list[TrainSequence]]:
         parts, _ = parts_of(algorithm, 2)
         for k in which:
-            parts[k][1].behavior_logprobs[-1] = np.nan
+            parts[k][1] = replace(parts[k][1], advantage=np.nan)
         return parts
 
     seen = [train_parts(one, spoilt(*bad), rank, world, budget=24, order=[0, 1, 1, 0]) for bad in ((0,), ())]

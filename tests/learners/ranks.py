@@ -30,6 +30,7 @@ from learners.stats import NonFiniteGradients
 # eps is large, so that a gradient that is zero but for rounding does not become a step of full size.
 OPTIM = {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.01, "eps": 1e-3}
 TEMPERATURE = 0.7
+REWARDS = np.linspace(1.0, -1.0, 12)
 
 
 def rows(seed: int) -> list[TrainSequence]:
@@ -116,15 +117,15 @@ def train_parts(
     paired: bool = False,
     order: list[int] | None = None,
 ) -> dict[str, float]:
-    """A step of these mini-batches in this order, advantages as numpy makes them of all KL: minus the KL, centred."""
+    """A step of these mini-batches in this order. Where the KL acts on rewards, those are of ``REWARDS``."""
     make = plan_pairs if paired else plan
     mini_batches = []
     for rows in parts:
         mine = make([len(row) for row in rows], ranks=world, token_budget=budget)[rank]
         micro_batches = [[rows[i] for i in part] for part in mine]
         mini_batches.append(MiniBatch(denominator=sum(row.loss_tokens for row in rows), micro_batches=micro_batches))
-    share = Plan(mini_batches=mini_batches, order=order or [*range(len(parts))], completions=12)
-    stats = one.step(share, lambda kl_N: kl_N.mean() - kl_N)
+    share = Plan(mini_batches=mini_batches, order=order or [*range(len(parts))], completions=len(REWARDS))
+    stats = one.step(share, lambda kl_N: REWARDS - 0.2 * kl_N)
     numbers = {name: getattr(stats, name) for name in stats.__dataclass_fields__ if name != "parts"}
     micro = sum(len(mini_batch.micro_batches) for mini_batch in mini_batches)
     return {name: float(value) for name, value in {**numbers, **stats.parts}.items()} | {"micro": micro}

@@ -95,9 +95,10 @@ def test_a_pass_of_its_own_changes_nothing_where_a_batch_is_one_optimizer_step(
 
 
 @pytest.mark.parametrize("tag", ["kl_loss", "kl_loss_once", "kl_reward", "kl_reward_once"])
-def test_the_divergence_from_the_reference_is_told_and_grows(ran: Path, tag: str) -> None:
+def test_the_divergence_from_the_reference_is_told(ran: Path, tag: str) -> None:
     first, second = seen(ran, "steps-1")[tag]
-    assert abs(second["kl_reference"]) > abs(first["kl_reference"]) + 1e-4
+    assert abs(second["kl_reference"]) > 1e-3
+    assert AlgorithmConfig(**STEPS[tag]).updates > 1 or abs(first["kl_reference"]) < 1e-6  # the same model at first
     assert "kl_reference" not in seen(ran, "steps-1")["plain"][0]
 
 
