@@ -19,7 +19,7 @@ def token_rewards(reward_B: Tensor, mask_BT: Tensor) -> Tensor:
 def gae(
     reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, *, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages [B, T], returns [B, T]), 0 without loss (arXiv 1506.02438, equation 16).
+    """(advantages [B, T], returns [B, T]), 0 without loss (arXiv 1506.02438, section 3).
 
     δ_t = r_t + γ V_{t+1} - V_t, A_t = δ_t + γ λ A_{t+1}; V and A are 0 after the last token, whether the answer was
     complete or cut off. The return is A_t + V_t.

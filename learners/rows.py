@@ -57,8 +57,8 @@ def advantages(
 ) -> Values:
     """[N] the advantage of every completion; under ``gae`` its reward.
 
-    ``kl_N``: ``kl_coef`` times it is taken off the rewards first (InstructGPT, arXiv 2203.02155, section 3.5, where the
-    KL is the sum over the completion). Raises WrongLength.
+    ``kl_N``: ``kl_coef`` times it is taken off the rewards first (arXiv 2203.02155, equation 2: the sum over the
+    completion). Raises WrongLength.
     """
     bounds = _bounds(batch)
     rewards = [shaped_rewards(group, algorithm, rollout) for group in batch.groups]
