@@ -22,9 +22,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.processes import CONTEXT, Worker, told, workers
 from broker.messages import Frontier
-from learners.batching import TrainSequence, collate
+from learners.batching import TrainSequence
 from learners.checkpoint import Checkpoints
 from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
+from learners.exchange import MiniBatch, Plan
 from learners.policy import Policy
 from learners.saving import Saver
 from tasks.config import ModelConfig
@@ -45,7 +46,7 @@ def main() -> None:
             port = told(ports)
             ranks.append(Worker(_rank, ports, str(model), folder, 1, port))
             with workers(ranks[1]):
-                figures = [rank.answer(TIMEOUT_S) for rank in ranks][0]
+                figures, _ = [rank.answer(TIMEOUT_S) for rank in ranks]
     for name, value in figures.items():
         print(f"{name:50} {value:10.3f}")
 
@@ -73,7 +74,8 @@ def _rank(ports: Any, model: str, folder: str, rank: int, port: int) -> dict[str
     def begin() -> None:
         saver.begin(policy.version, Frontier(), partial(policy.capture, background=True))
 
-    step = partial(policy.step, [collate(_rows(rank))], denominator=4 * TOKENS)
+    rows = MiniBatch(denominator=4 * TOKENS, micro_batches=[_rows(rank)])
+    step = partial(policy.step, Plan(mini_batches=[rows], order=[0], completions=4), np.copy)
     step()
     for _ in range(ROUNDS):
         timed("a step, s", step)

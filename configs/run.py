@@ -63,6 +63,11 @@ class RunConfig(StrictModel):
             raise ValueError(
                 f"rollout.groups_per_step x completions_per_group = {samples} is below learner.ranks = {ranks}"
             )
+        if self.algorithm.mini_batches > self.rollout.groups_per_step:
+            raise ValueError(
+                f"algorithm.mini_batches={self.algorithm.mini_batches} are of whole groups, of which a batch has "
+                f"rollout.groups_per_step={self.rollout.groups_per_step}: set it no higher"
+            )
         check_group(self.algorithm, completions_per_group=self.rollout.completions_per_group)
         truncated = self.rollout.top_p < 1 or self.rollout.top_k > 0
         if truncated and not self.rollout.allow_truncated_sampling:

@@ -25,7 +25,9 @@ PAD_ID = 0  # any id will do: rows are padded on the right, where causal attenti
 class TrainSequence:
     """One completion to train on, in context. ``prompt_ids`` [P], the other arrays [L].
 
-    ``staleness`` of each token is in learner steps; ``weight`` is what its loss tokens weigh in the step's loss.
+    ``staleness`` of each token is in learner steps; ``advantage`` is the reward under ``advantage: gae``, where each
+    token gets one of its own later; ``weight`` is what its loss tokens weigh in the loss of an optimizer step;
+    ``index`` its completion's place in the batch, over all groups.
     """
 
     prompt_ids: Int32Array
@@ -35,6 +37,7 @@ class TrainSequence:
     staleness: Int32Array
     advantage: float
     weight: float
+    index: int = 0
 
     def __len__(self) -> int:
         """P + L."""

@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from broker.config import RolloutConfig
 from broker.errors import RunFinished
 from broker.messages import Batch, Frontier, RunState
-from learners.batching import padding_share, plan, plan_pairs
+from learners.batching import TrainSequence, padding_share, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
-from learners.exchange import Plan, Produce, encode
+from learners.exchange import MiniBatch, Plan, Produce, Rows, encode
 from learners.feed import EndOfData
 from learners.losses import PAIRED
 from learners.report import StaleGroups, Stopwatch, fill, metrics, synced
-from learners.rows import trained_rows
+from learners.rows import advantages, trained_rows
 from learners.saving import Saved
 from learners.staleness import Staleness, apply_bound
 from learners.stats import StepStats
@@ -39,26 +42,44 @@ class Prepared:
 
     batch: Batch
     staleness: Staleness
-    plan: Plan
+    plan: Plan[Sequence[Rows]]
     padding_share: float
 
 
 def prepare(
-    batch: Batch, *, version: int, rollout: RolloutConfig, algorithm: AlgorithmConfig, ranks: int, token_budget: int
+    batch: Batch,
+    *,
+    version: int,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    ranks: int,
+    token_budget: int,
+    seed: int = 0,
 ) -> Prepared:
     """Bound, advantages, micro-batches: everything between the broker's batch and the ranks' forward passes."""
     bounded, staleness = apply_bound(
         batch, version=version, max_staleness=rollout.max_staleness, on_stale=rollout.on_stale
     )
-    rows = trained_rows(bounded, version=version, algorithm=algorithm, rollout=rollout)
-    lengths = [len(row) for row in rows]
-    planned = (plan_pairs if algorithm.loss in PAIRED else plan)(lengths, ranks=ranks, token_budget=token_budget)
-    micro_batches = [[[rows[i] for i in part] for part in mine] for mine in planned]
+    parts = trained_rows(bounded, version=version, algorithm=algorithm, rollout=rollout, seed=seed)
+    make = plan_pairs if algorithm.loss in PAIRED else plan
+    planned = [make([len(row) for row in rows], ranks=ranks, token_budget=token_budget) for rows in parts]
+    mini_batches = [
+        MiniBatch(
+            denominator=sum(row.loss_tokens for row in rows),
+            micro_batches=[[[rows[i] for i in part] for part in mine] for mine in ranked],
+        )
+        for rows, ranked in zip(parts, planned, strict=True)
+    ]
+    order = np.random.default_rng((seed, version, 1))
     return Prepared(
         batch=bounded,
         staleness=staleness,
-        plan=Plan(denominator=sum(row.loss_tokens for row in rows), micro_batches=micro_batches),
-        padding_share=padding_share(planned, lengths),
+        plan=Plan(
+            mini_batches=mini_batches,
+            order=[k for _ in range(algorithm.epochs) for k in order.permutation(len(parts)).tolist()],
+            completions=sum(len(group.completions) for group in bounded.groups),
+        ),
+        padding_share=_padding(planned, parts),
     )
 
 
@@ -115,7 +136,7 @@ Show = Callable[[Mapping[str, object], RunState], None]
 class Conductor:
     """Rank 0's part of the loop; the other ranks have none.
 
-    ``show``: is told each step's metrics line, with the broker's state after the step.
+    ``show``: is told each step's metrics line, with the broker's state after the step. ``seed``: of the mini-batches.
     """
 
     def __init__(
@@ -130,10 +151,11 @@ class Conductor:
         config: LearnerConfig,
         flush: Callable[[], None],
         show: Show,
+        seed: int = 0,
     ) -> None:
         self._feed, self._publisher, self._evaluation, self._sink = feed, publisher, evaluation, sink
         self._rollout, self._algorithm, self._config, self._flush = rollout, algorithm, config, flush
-        self._show, self._stale = show, StaleGroups(feed.look().counts)
+        self._show, self._seed, self._stale = show, seed, StaleGroups(feed.look().counts)
         self._prepared: Prepared | None = None
         self.end = "completed"
 
@@ -164,8 +186,19 @@ class Conductor:
                 algorithm=self._algorithm,
                 ranks=self._config.ranks,
                 token_budget=self._config.micro_batch_tokens,
+                seed=self._seed,
             )
             return encode(self._prepared.plan)
+
+        return poll
+
+    def advantages(self, kl_N: NDArray[np.float64]) -> Produce:
+        """The advantages of the batch in hand once the KL of each of its completions is known."""
+
+        def poll(wait_s: float) -> bytes:
+            assert self._prepared is not None
+            batch = self._prepared.batch
+            return advantages(batch, algorithm=self._algorithm, rollout=self._rollout, kl_N=kl_N).tobytes()
 
         return poll
 
@@ -202,8 +235,8 @@ class Conductor:
             batch=prepared.batch,
             staleness=prepared.staleness,
             stats=stats,
-            trained_tokens=prepared.plan.denominator,
-            micro_batches=_count(prepared.plan.micro_batches),
+            trained_tokens=prepared.plan.loss_tokens,
+            micro_batches=sum(len(mine) for one in prepared.plan.mini_batches for mine in one.micro_batches),
             padding_share=prepared.padding_share,
             stale_groups=self._stale.since(state.counts),
             times=watch.read(),
@@ -232,5 +265,13 @@ def read_introduction(frame: bytes) -> tuple[str, int]:
     return address, int(incarnation)
 
 
-def _count(micro_batches: Sequence[Sequence[object]]) -> int:
-    return sum(len(mine) for mine in micro_batches)
+def _padding(planned: Sequence[list[list[list[int]]]], parts: Sequence[Sequence[TrainSequence]]) -> float:
+    """Share of padding over all mini-batches."""
+    starts = accumulate((len(rows) for rows in parts), initial=0)
+    every = [
+        [start + i for i in part]
+        for start, ranked in zip(starts, planned, strict=False)
+        for mine in ranked
+        for part in mine
+    ]
+    return padding_share([every], [len(row) for rows in parts for row in rows])

@@ -11,6 +11,7 @@ from learners.combinations import check_combination
 from learners.recipes import (
     ADVANTAGE_NAMES,
     CORRECTION_NAMES,
+    GAE,
     LOSS_MEAN_NAMES,
     LOSS_NAMES,
     known_or_own,
@@ -75,6 +76,20 @@ class CorrectionConfig(StrictModel):
         return known_or_own(kind, CORRECTION_NAMES)
 
 
+class CriticConfig(StrictModel):
+    """PPO's critic: a copy of the model with one number a token in place of its head, for ``advantage: gae``.
+
+    It learns from every step beside the policy and never leaves the learner.
+    """
+
+    enabled: bool = Field(False, description="train one; `advantage: gae` needs it, and nothing else can use it")
+    lr: float = Field(0.0, ge=0, description="its learning rate, on the policy's schedule; 0: `learner.optim.lr`")
+    gamma: float = Field(1.0, gt=0, le=1, description="of GAE: what the reward of a token later is worth")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="of GAE: 1 trusts the rewards alone, 0 the next value")
+    value_clip: float = Field(0.2, gt=0, description="values move no further than this from those before the step")
+    warmup_steps: Steps = Field(0, ge=0, description="first learner steps, in which the critic trains alone")
+
+
 class AlgorithmConfig(StrictModel):
     """What turns rewards and log-probabilities into a gradient.
 
@@ -84,9 +99,9 @@ class AlgorithmConfig(StrictModel):
 
     recipe: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dapo", "gspo", "cispo", "dppo", "topr",
-        "dpo", "icepop",
+        "dpo", "icepop", "ppo",
     ] = Field("grpo", description="a published algorithm; the defaults below are those of `grpo`")  # fmt: skip
-    advantage: str = Field("grpo", description=_one_of(ADVANTAGE_NAMES))
+    advantage: str = Field("grpo", description=_one_of((*ADVANTAGE_NAMES, GAE)))
     loss: str = Field("ppo", description=_one_of(LOSS_NAMES))
     clip_low: float = Field(0.2, ge=0, description="the ratio is clipped below 1 minus this")
     clip_high: float = Field(0.2, ge=0, description="the ratio is clipped above 1 plus this")
@@ -95,16 +110,24 @@ class AlgorithmConfig(StrictModel):
     )
     dpo_beta: float = Field(0.1, gt=0, description="of `dpo`: scale of the difference of log-ratios")
     correction: CorrectionConfig = CorrectionConfig()
-    proximal: Literal["start", "interpolated"] = Field(
+    proximal: Literal["start", "interpolated", "recomputed"] = Field(
         "start",
-        description="the policy that the clip holds on to: the learner's at the start of the step, or that of a step "
-        "before, estimated between the behavior and the present one",
+        description="the policy that the clip holds on to: the learner's at the start of the step; that of a step "
+        "before, estimated between the behavior and the present one; or as `start`, always by a forward pass",
     )
+    mini_batches: Count = Field(1, description="parts of a batch, whole groups, with an optimizer step each")
+    epochs: Count = Field(1, description="times that a batch is gone through")
     loss_mean: str = Field("token", description=_one_of(LOSS_MEAN_NAMES))
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL divergence from a reference model")
     kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="of that divergence")
-    kl_in: Literal["loss", "reward"] = Field("loss", description="where it is added")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="where it acts: added to a token's loss, or taken off the rewards before the advantages"
+    )
+    reference_reset_steps: Steps = Field(
+        0, ge=0, description="the reference becomes the present policy every so many steps; 0: never"
+    )
+    critic: CriticConfig = CriticConfig()
     overlong_share: float = Field(
         0.0, ge=0, le=1, description="last part of `rollout.max_response_length`, in which the reward falls; 0: none"
     )
@@ -113,10 +136,22 @@ class AlgorithmConfig(StrictModel):
         "train", description="groups whose rewards are all equal: `skip` leaves them out of the loss and of its mean"
     )
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of a batch: ``mini_batches`` x ``epochs``."""
+        return self.mini_batches * self.epochs
+
+    @property
+    def needs_start_logprobs(self) -> bool:
+        """Whether the policy says what it thinks of a batch before the first optimizer step."""
+        anchored = self.correction.kind != "none" and self.proximal != "interpolated"
+        recomputed = anchored and (self.updates > 1 or self.proximal == "recomputed")
+        return recomputed or (self.kl_coef > 0 and self.kl_in == "reward")
+
     @field_validator("advantage", "loss", "loss_mean")
     @classmethod
     def _known(cls, name: str, info: ValidationInfo) -> str:
-        names = {"advantage": ADVANTAGE_NAMES, "loss": LOSS_NAMES, "loss_mean": LOSS_MEAN_NAMES}
+        names = {"advantage": (*ADVANTAGE_NAMES, GAE), "loss": LOSS_NAMES, "loss_mean": LOSS_MEAN_NAMES}
         return known_or_own(name, names[str(info.field_name)])
 
     @model_validator(mode="before")
@@ -170,6 +205,7 @@ class LearnerConfig(StrictModel):
     )
     offload_optimizer: Offload = Field("none", description="where the optimizer's state is kept between steps")
     offload_param: OffloadParam = Field("none", description="where the parameters are kept between their uses")
+    offload_reference: OffloadParam = Field("none", description="where the reference model is kept between its uses")
     offload_dir: str = Field("", description="of `nvme`: a folder on a fast local disk; needs libaio")
     total_steps: Steps = Field(100, ge=1, description="the run is complete at this policy version")
     micro_batch_tokens: int = Field(4096, ge=1, le=1 << 30, description="padded tokens of a rank's micro-batch")
@@ -186,8 +222,9 @@ class LearnerConfig(StrictModel):
     def _engine_can_run(self) -> LearnerConfig:
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("learner.backend=nccl needs learner.device=cuda; on cpu set learner.backend=gloo")
-        if self.offload_param != "none" and self.zero_stage != 3:
-            raise ValueError(f"learner.offload_param needs learner.zero_stage=3, which is {self.zero_stage}")
+        for name in ("offload_param", "offload_reference"):
+            if getattr(self, name) != "none" and self.zero_stage != 3:
+                raise ValueError(f"learner.{name} needs learner.zero_stage=3, which is {self.zero_stage}")
         if self.offload_optimizer != "none" and self.zero_stage == 0:
             raise ValueError("learner.offload_optimizer needs learner.zero_stage=1, 2 or 3, which is 0")
         if self.offload_optimizer == "nvme" and self.zero_stage != 3:

@@ -35,7 +35,8 @@ class Engine:
 
     Args:
         module: with its initial weights, whole, on every rank.
-        optim: ``set_lr`` changes the learning rate afterwards.
+        optim: ``set_lr`` changes the learning rate afterwards. None: the module is frozen, without an optimizer, and
+            only for forward passes.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Engine:
         module: nn.Module,
         *,
         config: LearnerConfig,
-        optim: OptimConfig,
+        optim: OptimConfig | None,
         rank: int = 0,
         world: int = 1,
         local_rank: int = 0,
@@ -51,10 +52,17 @@ class Engine:
         self.device = device_of(config, local_rank)
         self._rank, self._world, self._stage, self._optim = rank, world, config.zero_stage, optim
         self._sharding = Sharding(partitioned=self._stage == 3, rank=rank, world=world, device=self.device)
-        self._keys, self.steps = state_keys(optim), 0
+        self._keys, self.steps = state_keys(optim) if optim else (), 0
+        self.module: nn.Module = module
+        if config.dtype == "bfloat16":
+            # Around the module: DeepSpeed's engine would turn it off. No cache: it would keep whole weights.
+            module.forward = torch.autocast(config.device, torch.bfloat16, cache_enabled=False)(module.forward)
+        if optim is None and self._stage < 3:
+            self._deepspeed: Any = module.to(self.device)
+            return
         self._deepspeed = _engine(module, config, optim, local_rank=local_rank)
         self._deepspeed.enable_backward_allreduce = self._stage > 0  # at stage 0 _reduce_gradients does it
-        self.module: nn.Module = self._deepspeed.module
+        self.module = self._deepspeed.module
 
     # -- training ----------------------------------------------------------------------------------------------
     def __call__(self, **inputs: Any) -> Any:
@@ -92,6 +100,7 @@ class Engine:
             dist.all_reduce(flat)
             for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
+        assert self._optim is not None
         self._norm = float(nn.utils.clip_grad_norm_(parameters, self._optim.max_grad_norm))
         return math.isfinite(self._norm)
 
@@ -114,6 +123,16 @@ class Engine:
                 yield name, mine
         if self._rank == 0:
             yield from persistent_buffers(self.module)
+
+    def copy_from(self, other: Engine) -> None:
+        """Takes the weights of another module of the same shapes and layout, each rank its own elements."""
+        with torch.no_grad():
+            for (name, mine), (other_name, theirs) in zip(self._parameters(), other._parameters(), strict=True):
+                assert name == other_name
+                local_shard(mine).copy_(local_shard(theirs))
+            theirs_of = dict(persistent_buffers(other.module))
+            for name, buffer in persistent_buffers(self.module):
+                buffer.copy_(theirs_of[name])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of everything that ``weights`` yields."""
@@ -139,6 +158,7 @@ class Engine:
             return
         parameters = dict(self._parameters())
         check_tensors(directory, stem, self.moment_shapes())
+        assert self._optim is not None
         _fill_state(self._deepspeed, self._optim, steps)
         for name, value in read_tensors(directory, stem):
             owner, _, key = name.rpartition(".")
@@ -181,7 +201,7 @@ def _import() -> Any:
     return deepspeed
 
 
-def _engine(model: nn.Module, config: LearnerConfig, optim: OptimConfig, *, local_rank: int) -> Any:
+def _engine(model: nn.Module, config: LearnerConfig, optim: OptimConfig | None, *, local_rank: int) -> Any:
     """The DeepSpeed engine; torch.distributed is initialised already."""
     os.environ |= {
         "DS_ACCELERATOR": config.device,
@@ -200,9 +220,8 @@ def _engine(model: nn.Module, config: LearnerConfig, optim: OptimConfig, *, loca
     if config.zero_stage == 3 and (layers := layer_classes(model)):
         # One gather a layer, not one a Linear: hooks on every leaf cost more than a small model's arithmetic.
         deepspeed.utils.set_z3_leaf_modules(model, layers)
-    if config.dtype == "bfloat16":
-        # Around the module, not around the engine, which would turn it off. No cache: it would keep whole weights.
-        model.forward = torch.autocast(config.device, torch.bfloat16, cache_enabled=False)(model.forward)
+    if optim is None:
+        return deepspeed.initialize(model=model, config=_frozen_config(config))[0]
     if config.offload_optimizer == "nvme" and not deepspeed.ops.op_builder.AsyncIOBuilder().is_compatible(
         verbose=False
     ):
@@ -217,12 +236,22 @@ def _engine(model: nn.Module, config: LearnerConfig, optim: OptimConfig, *, loca
     return engine
 
 
+# Parameters that stay whole are gathered one by one after each step; with 0 all come in coalesced gathers. The
+# memory-efficient Linear is a Python autograd function around every Linear.
+_STAGE_3 = {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
+
+
+def _frozen_config(config: LearnerConfig) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 3, **_STAGE_3}
+    if config.offload_reference != "none":
+        zero["offload_param"] = {"device": config.offload_reference}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "steps_per_print": None}
+
+
 def _deepspeed_config(config: LearnerConfig, optim: OptimConfig) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": False}
     if config.zero_stage == 3:
-        # Parameters that stay whole are gathered one by one after each step; with 0 all come in coalesced gathers.
-        # The memory-efficient Linear is a Python autograd function around every Linear.
-        zero |= {"stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}
+        zero |= _STAGE_3
     if config.offload_optimizer != "none":
         nvme = {"nvme_path": config.offload_dir} if config.offload_optimizer == "nvme" else {}
         zero["offload_optimizer"] = {"device": config.offload_optimizer} | nvme

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Generic, TypeVar
 
 import msgpack
 import numpy as np
@@ -22,23 +23,48 @@ from broker.errors import SlipstreamError
 from learners.batching import TrainSequence
 
 Produce = Callable[[float], bytes | None]
+Part = TypeVar("Part", covariant=True)
 
 _WAIT, _FRAME, _FAILED = range(3)
 _HEADER = struct.Struct("<BQ")
 _FIRST_BYTES = 64 << 10  # most plans of a small model fit into the first broadcast
-_SCHEMA = 2
+_SCHEMA = 3
 
 
 class RootFailed(SlipstreamError):
     """Rank 0 has ended with the error named; its own output tells more."""
 
 
+Rows = Sequence[Sequence[TrainSequence]]
+"""[micro-batch][row] of one rank."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """One step for every rank. ``micro_batches``: [rank][micro-batch][row]; ``denominator``: loss tokens of all."""
+class MiniBatch(Generic[Part]):
+    """What one optimizer step trains. ``denominator``: loss tokens over all ranks."""
 
     denominator: int
-    micro_batches: Sequence[Sequence[Sequence[TrainSequence]]]
+    micro_batches: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Generic[Part]):
+    """One learner step, for every rank or for one.
+
+    Attributes:
+        mini_batches: a rank has the rows of a mini-batch in every epoch, so that what it knows of them stays with it.
+        order: of the optimizer steps, each the index of a mini-batch; every one once an epoch.
+        completions: of the batch, those without loss included.
+    """
+
+    mini_batches: Sequence[MiniBatch[Part]]
+    order: Sequence[int]
+    completions: int
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens that are trained, each counted once."""
+        return sum(one.denominator for one in self.mini_batches)
 
 
 class Exchange:
@@ -96,26 +122,37 @@ class Exchange:
         return kind, payload
 
 
-def encode(plan: Plan) -> bytes:
-    """Every rank's share is packed by itself, so that a rank unpacks its own alone."""
-    shares = [msgpack.packb([[_pack(row) for row in rows] for rows in mine]) for mine in plan.micro_batches]
-    return bytes(msgpack.packb([_SCHEMA, plan.denominator, shares]))
+def encode(plan: Plan[Sequence[Rows]]) -> bytes:
+    """Every rank's share is packed by itself, so that a rank unpacks its own alone. Micro-batches: one item a rank."""
+    shares = [
+        msgpack.packb([[[_pack(row) for row in rows] for rows in mine] for mine in ranks])
+        for ranks in zip(*(one.micro_batches for one in plan.mini_batches), strict=True)
+    ]
+    denominators = [one.denominator for one in plan.mini_batches]
+    return bytes(msgpack.packb([_SCHEMA, plan.completions, list(plan.order), denominators, shares]))
 
 
-def decode(frame: bytes, rank: int) -> tuple[int, list[list[TrainSequence]]]:
-    """(denominator, [micro-batch][row]) of one rank."""
-    schema, denominator, shares = msgpack.unpackb(frame)
+def decode(frame: bytes, rank: int) -> Plan[Rows]:
+    """The share of one rank."""
+    schema, completions, order, denominators, shares = msgpack.unpackb(frame)
     assert schema == _SCHEMA
-    return denominator, [[_unpack(row) for row in rows] for rows in msgpack.unpackb(shares[rank])]
+    return Plan(
+        mini_batches=[
+            MiniBatch(denominator=denominator, micro_batches=[[_unpack(row) for row in rows] for rows in mine])
+            for denominator, mine in zip(denominators, msgpack.unpackb(shares[rank]), strict=True)
+        ],
+        order=order,
+        completions=completions,
+    )
 
 
 def _pack(row: TrainSequence) -> list[bytes | float]:
     arrays = (row.prompt_ids, row.completion_ids, row.loss_mask, row.behavior_logprobs, row.staleness)
-    return [*(array.tobytes() for array in arrays), row.advantage, row.weight]
+    return [*(array.tobytes() for array in arrays), row.advantage, row.weight, row.index]
 
 
-def _unpack(row: tuple[bytes, bytes, bytes, bytes, bytes, float, float]) -> TrainSequence:
-    prompt, completion, mask, behavior, staleness, advantage, weight = row
+def _unpack(row: tuple[bytes, bytes, bytes, bytes, bytes, float, float, int]) -> TrainSequence:
+    prompt, completion, mask, behavior, staleness, advantage, weight, index = row
     return TrainSequence(
         prompt_ids=np.frombuffer(prompt, np.int32),
         completion_ids=np.frombuffer(completion, np.int32),
@@ -124,4 +161,5 @@ def _unpack(row: tuple[bytes, bytes, bytes, bytes, bytes, float, float]) -> Trai
         staleness=np.frombuffer(staleness, np.int32),
         advantage=advantage,
         weight=weight,
+        index=index,
     )

@@ -1,4 +1,4 @@
-"""Estimates of KL(π, reference) from sampled tokens, and the two places where it may act.
+"""Estimates of KL(π, reference) from sampled tokens.
 
 With log q = logp_reference - logp (J. Schulman, Approximating KL Divergence, 2020), for tokens sampled from π. Legend:
 B rows, T positions.
@@ -29,11 +29,3 @@ def k3(log_q_BT: Tensor) -> Tensor:
 
 
 ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-
-
-def in_reward(reward_B: Tensor, kl_BT: Tensor, coef: float) -> Tensor:
-    """[B] the reward less ``coef`` times the completion's KL, before advantages (arXiv 2203.02155, equation 2).
-
-    ``kl_BT`` is 0 where a token carries no loss.
-    """
-    return reward_B - coef * kl_BT.sum(-1)

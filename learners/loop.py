@@ -4,6 +4,8 @@
                                                                             └─► trained ─► metrics ─► checkpoint
 
 A checkpoint is copied between two steps and written beside the next ones (learners/saving.py).
+Where a KL divergence acts on the rewards, the advantages follow in a second frame: a step begins with the passes that
+tell it (learners/scores.py), and rank 0 has the rewards.
 
 Rank 0 has a conductor, which talks to the broker, the publisher and the files. The others have a sender for their part
 of the weights, and wait in ``exchange.share``
@@ -16,8 +18,10 @@ from __future__ import annotations
 import time
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from broker.messages import Frontier
-from learners.batching import collate
 from learners.conductor import END, Conductor
 from learners.config import LearnerConfig
 from learners.exchange import Exchange, decode
@@ -38,6 +42,10 @@ def learn(
     rank: int,
 ) -> None:
     """Trains until ``learner.total_steps``, the end of the data, or the end of the run."""
+
+    def revalue(kl_N: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.frombuffer(exchange.share(conductor.advantages(kl_N) if conductor else None), np.float64)
+
     saved = policy.version
     publish(policy, exchange, conductor, sender)
     watch = Stopwatch()
@@ -48,8 +56,7 @@ def learn(
         watch.lap("wait")
         if frame == END:
             break
-        denominator, micro_batches = decode(frame, rank)
-        stats = policy.step([collate(rows, device=policy.device) for rows in micro_batches], denominator=denominator)
+        stats = policy.step(decode(frame, rank), revalue)
         time.sleep(config.delay_s)
         watch.lap("train")
         if stats.applied:

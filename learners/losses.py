@@ -19,12 +19,12 @@ from learners.ratios import exp, row_mean, row_sum
 
 
 class PolicyRows(NamedTuple):
-    """What a loss is given. ``advantage_B1`` [B, 1] fits the other tensors [B, T]; ``mask_BT`` is bool."""
+    """What a loss is given. ``mask_BT`` is bool; ``advantage_BT`` varies within a row only where a critic made it."""
 
     logp_BT: Tensor
     old_logp_BT: Tensor
     behavior_logp_BT: Tensor
-    advantage_B1: Tensor
+    advantage_BT: Tensor
     mask_BT: Tensor
 
 
@@ -39,11 +39,11 @@ def ppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     is negative, at most -c A (dual-clip PPO, arXiv 1912.09729), whatever the ratio.
     """
     rho_BT = exp(rows.logp_BT - rows.old_logp_BT)
-    loss_BT, cut_BT = _clipped(rho_BT, rows.advantage_B1, algorithm)
+    loss_BT, cut_BT = _clipped(rho_BT, rows.advantage_BT, algorithm)
     if algorithm.dual_clip:
-        ceiling_B1 = torch.where(rows.advantage_B1 < 0, -algorithm.dual_clip * rows.advantage_B1, torch.inf)
-        cut_BT = cut_BT | (loss_BT > ceiling_B1)
-        loss_BT = torch.minimum(loss_BT, ceiling_B1)
+        ceiling_BT = torch.where(rows.advantage_BT < 0, -algorithm.dual_clip * rows.advantage_BT, torch.inf)
+        cut_BT = cut_BT | (loss_BT > ceiling_BT)
+        loss_BT = torch.minimum(loss_BT, ceiling_BT)
     return loss_BT, cut_BT
 
 
@@ -53,7 +53,7 @@ def gspo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     GSPO (arXiv 2507.18071, equations 5 and 7). Its mean over completions is ``loss_mean: sequence``.
     """
     s_B1 = exp(row_mean(rows.logp_BT - rows.old_logp_BT, rows.mask_BT))
-    return _clipped(s_B1.expand_as(rows.logp_BT), rows.advantage_B1, algorithm)
+    return _clipped(s_B1.expand_as(rows.logp_BT), rows.advantage_BT, algorithm)
 
 
 def cispo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ def cispo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
     """
     rho_BT = exp(rows.logp_BT - rows.old_logp_BT).detach()
     ceiling = 1 + algorithm.clip_high
-    return -rho_BT.clamp(max=ceiling) * rows.advantage_B1 * rows.logp_BT, rho_BT > ceiling
+    return -rho_BT.clamp(max=ceiling) * rows.advantage_BT * rows.logp_BT, rho_BT > ceiling
 
 
 def dppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -74,10 +74,10 @@ def dppo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     ratio would hold back rare tokens and let frequent ones go.
     """
     moved_BT = (rows.logp_BT.exp() - rows.old_logp_BT.exp()).detach()
-    up, down = rows.advantage_B1 > 0, rows.advantage_B1 < 0
+    up, down = rows.advantage_BT > 0, rows.advantage_BT < 0
     cut_BT = (up & (moved_BT > algorithm.clip_high)) | (down & (moved_BT < -algorithm.clip_low))
     rho_BT = exp(rows.logp_BT - rows.old_logp_BT)
-    return torch.where(cut_BT, 0.0, -rho_BT * rows.advantage_B1), cut_BT
+    return torch.where(cut_BT, 0.0, -rho_BT * rows.advantage_BT), cut_BT
 
 
 def topr(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -87,10 +87,10 @@ def topr(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     away no further than the policy would still give them.
     """
     s_B1 = exp(row_sum(rows.logp_BT - rows.old_logp_BT)).detach()
-    good_B1 = rows.advantage_B1 > 0
-    weight_B1 = torch.where(good_B1, 1.0, s_B1.clamp(max=1.0))
-    cut_BT = (~good_B1 & (s_B1 > 1.0)).expand_as(rows.mask_BT)
-    return -weight_B1 * rows.advantage_B1 * rows.logp_BT, cut_BT
+    good_BT = rows.advantage_BT > 0
+    weight_BT = torch.where(good_BT, 1.0, s_B1.clamp(max=1.0))
+    cut_BT = ~good_BT & (s_B1 > 1.0)
+    return -weight_BT * rows.advantage_BT * rows.logp_BT, cut_BT
 
 
 def dpo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -108,9 +108,9 @@ def dpo(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     return loss_P1.repeat_interleave(2, dim=0).expand_as(rows.logp_BT), cut_BT
 
 
-def _clipped(rho_BT: Tensor, advantage_B1: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _clipped(rho_BT: Tensor, advantage_BT: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     clipped_BT = rho_BT.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    gain_BT, bound_BT = rho_BT * advantage_B1, clipped_BT * advantage_B1
+    gain_BT, bound_BT = rho_BT * advantage_BT, clipped_BT * advantage_BT
     return -torch.minimum(gain_BT, bound_BT), bound_BT < gain_BT
 
 

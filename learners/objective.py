@@ -36,7 +36,7 @@ class LossTerms(NamedTuple):
     ``ratio`` and ``ratio_squared`` are of the learner's policy to the behavior policy, before any bound; ``ratio_max``
     and ``sequence_ratio_max`` the largest of a token and of a completion. ``clipped``: tokens whose ratio the loss or
     the correction holds; ``rejected``: tokens whose correction weight is 0. ``kl_k1``, ``kl_k3``: of KL(behavior,
-    current).
+    current); ``kl_reference``: of KL(current, reference) by ``kl_estimator``, 0 without a reference.
     """
 
     loss: Tensor
@@ -48,6 +48,7 @@ class LossTerms(NamedTuple):
     rejected: Tensor
     kl_k1: Tensor
     kl_k3: Tensor
+    kl_reference: Tensor
     entropy: Tensor
 
 
@@ -80,7 +81,7 @@ def policy_loss(
     logp_BT: Tensor,
     proximal_logp_BT: Tensor,
     behavior_logp_BT: Tensor,
-    advantage_B: Tensor,
+    advantage_BT: Tensor,
     weight_B: Tensor,
     mask_BT: Tensor,
     entropy_BT: Tensor,
@@ -89,8 +90,8 @@ def policy_loss(
     """The sum over rows of ``weight_B`` times the sum over their tokens of correction · loss - entropy + KL.
 
     ``weight_B`` is of the whole step (learners/loss_means.py): the gradient depends on neither micro-batches nor ranks
-    (C95). ``reference_logp_BT``: with it, ``algorithm.kl_coef`` times the KL estimate is added where ``kl_in`` is
-    ``loss``. Raises WrongShape.
+    (C95). ``advantage_BT``: or [B, 1], of the whole completion. ``reference_logp_BT``: with it, ``algorithm.kl_coef``
+    times the KL estimate is added where ``kl_in`` is ``loss``. Raises WrongShape.
     """
     algorithm, mask_BT = objective.algorithm, mask_BT.bool()
 
@@ -100,15 +101,17 @@ def policy_loss(
     logp_BT, behavior_BT = at_loss_tokens(logp_BT), at_loss_tokens(behavior_logp_BT)
     proximal_BT = at_loss_tokens(proximal_logp_BT).detach()
     old_BT = behavior_BT if algorithm.correction.kind == "none" else proximal_BT
-    rows = PolicyRows(logp_BT, old_BT, behavior_BT, advantage_B.unsqueeze(-1), mask_BT)
+    rows = PolicyRows(logp_BT, old_BT, behavior_BT, advantage_BT.expand_as(logp_BT), mask_BT)
     loss_BT, cut_BT = _checked(objective.loss(rows, algorithm), logp_BT, "algorithm.loss", algorithm.loss)
     correction = objective.correction(proximal_BT - behavior_BT, mask_BT, algorithm.correction)
     kind = algorithm.correction.kind
     correction_BT, far_BT = _checked(correction, logp_BT, "algorithm.correction.kind", kind)
     token_BT = correction_BT.detach() * loss_BT - algorithm.entropy_coef * entropy_BT
-    if reference_logp_BT is not None and algorithm.kl_in == "loss":
-        log_q_BT = at_loss_tokens(reference_logp_BT).detach() - logp_BT
-        token_BT = token_BT + algorithm.kl_coef * ESTIMATORS[algorithm.kl_estimator](log_q_BT)
+    kl_reference = logp_BT.new_zeros(())
+    if reference_logp_BT is not None:
+        kl_BT = ESTIMATORS[algorithm.kl_estimator](at_loss_tokens(reference_logp_BT).detach() - logp_BT)
+        kl_reference = at_loss_tokens(kl_BT.detach()).sum()
+        token_BT = token_BT + algorithm.kl_coef * kl_BT if algorithm.kl_in == "loss" else token_BT
     log_ratio_BT = logp_BT.detach() - behavior_BT
     ratio_BT = at_loss_tokens(exp(log_ratio_BT))
     return LossTerms(
@@ -121,6 +124,7 @@ def policy_loss(
         rejected=((correction_BT == 0) & mask_BT).sum(),
         kl_k1=at_loss_tokens(k1(log_ratio_BT)).sum(),
         kl_k3=at_loss_tokens(k3(log_ratio_BT)).sum(),
+        kl_reference=kl_reference,
         entropy=at_loss_tokens(entropy_BT.detach()).sum(),
     )
 

@@ -30,3 +30,12 @@ def token_passes(
     logp_BK = token_logprobs(logits_BKV, batch.target_ids_BK, temperature=temperature)
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         return logp_BK, entropy(logits_BKV, temperature=temperature)
+
+
+def value_pass(forward: Callable[..., Any], batch: MicroBatch) -> Tensor:
+    """[B, K] float32 what a model with a value head (learners/critic.py) says of the positions before each target."""
+    values_BK1 = forward(
+        input_ids=batch.input_ids_BT, use_cache=False, logits_to_keep=batch.target_ids_BK.shape[1]
+    ).logits
+    values_BK: Tensor = values_BK1[..., 0].float()
+    return values_BK

@@ -10,6 +10,8 @@ from difflib import get_close_matches
 from typing import Any
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "best_worst")
+GAE = "gae"
+"""The advantage that a critic makes, token by token; those above are functions of a step's rewards."""
 LOSS_NAMES = ("ppo", "gspo", "cispo", "dppo", "topr", "dpo")
 CORRECTION_NAMES = ("none", "truncate", "mask")
 LOSS_MEAN_NAMES = ("token", "sequence", "constant")
@@ -28,6 +30,7 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "dppo": _FROM_BEHAVIOR | {"loss": "dppo", "clip_low": 0.15, "clip_high": 0.15},
     "topr": _FROM_BEHAVIOR | {"loss": "topr", "advantage": "dr_grpo", "loss_mean": "constant"},
     "dpo": _FROM_BEHAVIOR | {"loss": "dpo", "advantage": "best_worst", "loss_mean": "sequence"},
+    "ppo": {"advantage": "gae", "critic": {"enabled": True}, "mini_batches": 2, "epochs": 2},
     "icepop": {"correction": {"kind": "mask", "cap": 5.0, "floor": 0.5}},
 }
 

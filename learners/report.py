@@ -52,7 +52,7 @@ class StaleGroups:
 
 OF_STEP_STATS = (
     *("loss", "grad_norm", "lr", "ratio_mean", "ratio_max", "clip_fraction", "ess_share", "sequence_ratio_max"),
-    *("rejected_share", "kl_behavior", "kl_behavior_k1", "entropy"),
+    *("rejected_share", "kl_behavior", "kl_behavior_k1", "entropy", "updates", "skipped_updates"),
 )
 
 
@@ -83,6 +83,7 @@ def metrics(
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
         "reward_parts": reward_parts(completions),
         **{name: getattr(stats, name) for name in OF_STEP_STATS},
+        **stats.parts,
         "response_length_mean": _mean([len(one.token_ids) for one in completions]),
         "truncated_share": _mean([one.finish_reason == "length" for one in completions]),
         "masked_share": staleness.masked_share,

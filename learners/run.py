@@ -66,6 +66,7 @@ class RootParts:
     broker: Callable[[], Broker]
     prompts: Callable[[], Prompts]
     watchdog_s: float
+    seed: int
     run_dir: Path
     open_feed: Callable[..., Feed]
     open_publisher: Callable[..., Publishing]
@@ -101,7 +102,7 @@ def run_rank(
     """
     root = RootParts(
         rollout=rollout, algorithm=algorithm, config=config, weights_sync=weights_sync, broker_config=broker_config,
-        broker=broker, prompts=prompts, watchdog_s=watchdog_s, run_dir=run_dir, open_feed=open_feed,
+        broker=broker, prompts=prompts, watchdog_s=watchdog_s, seed=seed, run_dir=run_dir, open_feed=open_feed,
         open_publisher=open_publisher, show=show,
     )  # fmt: skip
     _start_torch(config, rank=rank, world=world, local_rank=local_rank, store=store)
@@ -206,7 +207,7 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     stack.callback(evaluation.close)
     return Conductor(
         feed=feed, publisher=publisher, evaluation=evaluation, sink=metrics, rollout=parts.rollout,
-        algorithm=parts.algorithm, config=config, flush=flush, show=parts.show,
+        algorithm=parts.algorithm, config=config, flush=flush, show=parts.show, seed=parts.seed,
     )  # fmt: skip
 
 

@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from broker.errors import SlipstreamError
+from weights_sync.staging import persistent_buffers
 
 _FILE_BYTES = 2 << 30
 
@@ -77,6 +79,15 @@ def check_tensors(directory: Path, stem: str, wanted: Mapping[str, tuple[int, ..
             f"{directory}/{stem}: {elements[0]} of {elements[1]} elements; {name} is {found.get(name, 'absent')} where "
             f"{wanted.get(name, 'nothing')} belongs, and {len(wrong) - 1} more differ"
         )
+
+
+def load_into(module: nn.Module, directory: Path, stem: str) -> None:
+    """Fills a whole module's parameters and persistent buffers, each tied tensor once. Raises TensorsMissing."""
+    own: dict[str, Tensor] = dict(module.named_parameters()) | dict(persistent_buffers(module))
+    check_tensors(directory, stem, {name: tuple(tensor.shape) for name, tensor in own.items()})
+    with torch.no_grad():
+        for name, value in read_tensors(directory, stem):
+            own[name].copy_(value)
 
 
 def _files(directory: Path, stem: str) -> list[Path]:

@@ -15,8 +15,8 @@ from learners.losses import PolicyRows
 def loss(rows: PolicyRows, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """-ρ A + (ρ - 1)² |A| / (2 clip_high): instead of a clip, a parabola that pulls the ratio back."""
     rho_BT = (rows.logp_BT - rows.old_logp_BT).exp()
-    gain_BT = rho_BT * rows.advantage_B1
-    pull_BT = (rho_BT - 1).square() / (2 * algorithm.clip_high) * rows.advantage_B1.abs()
+    gain_BT = rho_BT * rows.advantage_BT
+    pull_BT = (rho_BT - 1).square() / (2 * algorithm.clip_high) * rows.advantage_BT.abs()
     return pull_BT - gain_BT, (rho_BT - 1).abs() > algorithm.clip_high
 
 

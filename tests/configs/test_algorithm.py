@@ -64,7 +64,25 @@ def test_the_default_is_grpo_with_a_correction() -> None:
         (["loss_mean=tokens"], ['algorithm.loss_mean="tokens"', "did you mean token?"]),
         (["correction.kind=truncated"], ['algorithm.correction.kind="truncated"', "did you mean truncate?"]),
         (["loss=mine.py:1"], ["algorithm.loss", "file.py:function"]),
-        (["advantage=gae"], ['algorithm.advantage="gae"', "expected grpo, dr_grpo, rloo"]),
+        (["advantage=gea"], ['algorithm.advantage="gea"', "best_worst, gae, or file.py", "did you mean gae?"]),
+        (["advantage=gae"], ["algorithm.advantage=gae needs a critic", "set algorithm.critic.enabled=true"]),
+        (
+            ["critic.enabled=true"],
+            [
+                "algorithm.critic.enabled=true",
+                "algorithm.advantage=grpo",
+                "set algorithm.critic.enabled=false",
+                "algorithm.advantage=gae",
+            ],
+        ),
+        (["recipe=ppo", "advantage=grpo"], ["algorithm.critic.enabled=true", "algorithm.advantage=grpo"]),
+        (["critic.gamma=0.9"], ["algorithm.critic.gamma=0.9 has no critic", "or algorithm.critic.gamma=1"]),
+        (
+            ["recipe=ppo", "epochs=1", "mini_batches=1", "critic.value_clip=0.1"],
+            ["algorithm.critic.value_clip=0.1 never acts", "algorithm.epochs=2"],
+        ),
+        (["recipe=ppo", "zero_variance_groups=skip"], ["algorithm.zero_variance_groups=skip", "=gae", "=train"]),
+        (["recipe=ppo", "loss=dpo"], ["algorithm.advantage=gae", "set algorithm.advantage=best_worst"]),
         (
             ["loss=gspo"],
             ["algorithm.correction.kind=truncate", "algorithm.loss=gspo", "algorithm.correction.kind=none"],
@@ -92,7 +110,15 @@ def test_the_default_is_grpo_with_a_correction() -> None:
             ["correction.kind=mask", "correction.floor=2"],
             ["algorithm.correction.floor=2", "algorithm.correction.cap=2"],
         ),
-        (["kl_coef=0.1"], ["algorithm.kl_coef=0.1", "reference model", "set algorithm.kl_coef=0"]),
+        (["clip_high=0.28", "proximal=recomputed"], ["algorithm.proximal=recomputed", "algorithm.epochs=2"]),
+        (["loss=gspo", "proximal=recomputed"], ["algorithm.proximal=recomputed", "algorithm.epochs=2"]),
+        (
+            ["recipe=gspo", "proximal=recomputed"],
+            ["algorithm.proximal=recomputed is of no use", "set algorithm.proximal=start"],
+        ),
+        (["reference_reset_steps=5"], ["algorithm.reference_reset_steps=5", "algorithm.kl_coef above 0"]),
+        (["recipe=dpo", "kl_coef=0.1", "kl_in=reward"], ["algorithm.kl_in=reward", "set algorithm.kl_in=loss"]),
+        (["epochs=0"], ["algorithm.epochs=0", "greater than or equal to 1"]),
         (["kl_coef=0.1", "kl_estimator=k1"], ["algorithm.kl_estimator=k1", "k2 or k3", "algorithm.kl_in=reward"]),
         (["recipe=dapo", "advantage=reinforce_pp"], ["algorithm.zero_variance_groups=skip", "=train"]),
         (["overlong_share=1.5"], ["algorithm.overlong_share=1.5", "less than or equal to 1"]),
@@ -109,6 +135,18 @@ def test_a_group_of_one_has_nothing_to_compare_with() -> None:
     told = refused("rollout.completions_per_group=1")
     assert "rollout.completions_per_group=1" in told and "algorithm.advantage=reinforce_pp" in told
     load("smollm2_gsm8k_cpu", ["rollout.completions_per_group=1", "algorithm.recipe=reinforce_pp"])
+
+
+@pytest.mark.parametrize("steps", ["epochs=2", "mini_batches=2"])
+def test_with_more_than_one_optimizer_step_the_ratio_moves_and_may_be_bounded(steps: str) -> None:
+    for settings in (["clip_high=0.28"], ["loss=gspo"], ["loss=cispo"], ["dual_clip=3"]):
+        assert refused(*(f"algorithm.{one}" for one in settings))
+        load("smollm2_gsm8k_cpu", [f"algorithm.{one}" for one in (*settings, steps)])
+
+
+def test_a_batch_has_a_group_for_each_mini_batch() -> None:
+    told = refused("algorithm.mini_batches=9", "rollout.groups_per_step=8")
+    assert "algorithm.mini_batches=9" in told and "rollout.groups_per_step=8" in told
 
 
 def test_a_combination_that_is_refused_exits_with_2(tmp_path: Path) -> None:
@@ -158,10 +196,10 @@ def test_c105_a_setting_of_the_rewards_changes_the_rows(key: str) -> None:
     batch = make_batch([mixed, same], version=1)
 
     def numbers(settings: dict[str, Any]) -> list[tuple[float, float]]:
-        rows = trained_rows(
+        parts = trained_rows(
             batch, version=1, algorithm=AlgorithmConfig(**settings), rollout=RolloutConfig(max_response_length=8)
         )
-        return [(row.advantage, row.weight) for row in rows]
+        return [(row.advantage, row.weight) for rows in parts for row in rows]
 
     assert numbers(base) != numbers({**base, **change})
 
@@ -169,7 +207,9 @@ def test_c105_a_setting_of_the_rewards_changes_the_rows(key: str) -> None:
 def test_c105_every_setting_of_the_algorithm_is_in_one_of_the_tables() -> None:
     corrections = {f"correction.{name}" for name in CorrectionConfig.model_fields}
     settings = (set(AlgorithmConfig.model_fields) - {"correction"}) | corrections
-    elsewhere = {"proximal", "kl_coef", "kl_estimator", "kl_in"}  # in the policy's own tests; refused so far
+    elsewhere = {
+        *("proximal", "mini_batches", "epochs", "kl_coef", "kl_estimator", "kl_in", "reference_reset_steps", "critic"),
+    }  # what takes passes or optimizer steps: in the policy's own tests
     assert set(LOSS_KEYS) | set(ROW_KEYS) | elsewhere == settings
 
 

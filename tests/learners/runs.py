@@ -97,7 +97,7 @@ def main() -> None:
         model_dir=directory / "model",
         run_dir=directory / "run",
         rollout=RolloutConfig(groups_per_step=4, completions_per_group=N, max_staleness=1),
-        algorithm=AlgorithmConfig(),
+        algorithm=AlgorithmConfig(**given.get("algorithm", {})),
         config=LearnerConfig(
             ranks=world,
             total_steps=given["total_steps"],

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learners.batching import TrainSequence, collate, padding_share, plan, plan_pairs
-from learners.exchange import Plan, decode, encode
+from learners.exchange import MiniBatch, Plan, decode, encode
 from learners.logprobs import token_logprobs
 from learners.model import load_model
 
@@ -25,6 +25,7 @@ def row(prompt: list[int], completion: list[int], mask: list[int] | None = None)
         staleness=np.arange(len(completion), dtype=np.int32),
         advantage=2.0,
         weight=0.125,
+        index=len(prompt) + len(completion),
     )
 
 
@@ -94,15 +95,18 @@ def test_a_micro_batch_without_rows_carries_no_loss() -> None:
 
 def test_a_plan_survives_the_wire_and_each_rank_reads_its_share() -> None:
     rows = [row([5, 6], [7]), row([3], [4, 5])]
-    frame = encode(Plan(denominator=3, micro_batches=[[[rows[0]]], [[rows[1]], []]]))
-    denominator, mine = decode(frame, 1)
-    assert denominator == 3
-    assert [len(part) for part in mine] == [1, 0]
-    got = mine[0][0]
+    parts = [
+        MiniBatch(denominator=1, micro_batches=[[[rows[0]]], [[]]]),
+        MiniBatch(denominator=2, micro_batches=[[[], []], [[rows[1]], []]]),
+    ]
+    share = decode(encode(Plan(mini_batches=parts, order=[1, 0, 0, 1], completions=5)), 1)
+    assert (share.loss_tokens, share.order, share.completions) == (3, [1, 0, 0, 1], 5)
+    assert [(one.denominator, [*map(len, one.micro_batches)]) for one in share.mini_batches] == [(1, [0]), (2, [1, 0])]
+    got = share.mini_batches[1].micro_batches[0][0]
     assert got.completion_ids.tolist() == [4, 5]
     assert got.behavior_logprobs.tolist() == [-1.0, -2.0]
     assert (got.prompt_ids.tolist(), got.loss_mask.tolist(), got.staleness.tolist()) == ([3], [1, 1], [0, 1])
-    assert (got.advantage, got.weight) == (2.0, 0.125)
+    assert (got.advantage, got.weight, got.index) == (2.0, 0.125, 3)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from broker.config import RolloutConfig
@@ -15,6 +16,7 @@ from broker.local import LocalBroker
 from broker.messages import Batch, RunState
 from learners.conductor import Conductor, Show
 from learners.config import AlgorithmConfig, LearnerConfig
+from learners.exchange import decode
 from learners.report import Stopwatch
 from learners.stats import StepStats
 from telemetry.sink import JsonlSink, read_jsonl
@@ -22,7 +24,8 @@ from tests.learners.conftest import make_batch, make_completion, make_group
 from weights_sync.errors import NoReceiver
 from weights_sync.stats import PublishStats
 
-NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
+_NO_NUMBERS = ("version", "applied", "parts")
+NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in _NO_NUMBERS), 0.0)
 
 
 class Feed:
@@ -107,6 +110,21 @@ def test_c26_who_rejects_much_is_warned_with_the_gap_of_tokens_and_of_completion
     assert all(part in told[0] for part in ("50 %", "0.012", "3.32", "algorithm.correction") if warned)
     (line,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert (line["rejected_share"], line["sequence_ratio_max"], line["kl_behavior_k1"]) == (share, 3.32, -0.012)
+
+
+def test_the_advantages_of_the_batch_in_hand_are_made_again_when_its_kl_is_known(tmp_path: Path) -> None:
+    groups = [make_group([make_completion([0] * 2, reward=reward) for reward in (1.0, 0.0)])]
+
+    class Full(Feed):
+        def take(self, version: int, wait_s: float) -> Batch:
+            return make_batch(groups, version=version)
+
+    settings = {"advantage": "dr_grpo", "kl_coef": 0.5, "kl_in": "reward"}
+    rank_0 = conductor(JsonlSink(tmp_path / "metrics.jsonl"), Full(), SimpleNamespace(), **settings)
+    share = decode(rank_0.next_plan(0)(0.0) or b"", 0)
+    assert [row.advantage for rows in share.mini_batches[0].micro_batches for row in rows] == [0.5, -0.5]
+    frame = rank_0.advantages(np.array([1.0, 0.0]))(0.0)
+    assert frame is not None and np.frombuffer(frame, np.float64).tolist() == [0.25, -0.25]
 
 
 def test_tokens_of_groups_that_are_skipped_are_not_counted_as_trained(tmp_path: Path) -> None:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from broker.messages import Frontier
 from learners.checkpoint import Checkpoints
 from learners.conductor import END
 from learners.config import CheckpointConfig, EvalConfig, LearnerConfig
-from learners.exchange import Exchange, Plan, encode
+from learners.exchange import Exchange, MiniBatch, Plan, Rows, encode
 from learners.loop import learn
 from learners.saving import Saved, Saver
 from learners.stats import StepStats
 
-NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in ("version", "applied")), 0.0)
+_NO_NUMBERS = ("version", "applied", "parts")
+NUMBERS = dict.fromkeys((name for name in StepStats.__dataclass_fields__ if name not in _NO_NUMBERS), 0.0)
+
+
+PLAN: Plan[Rows] = Plan(mini_batches=[MiniBatch(denominator=3, micro_batches=[[]])], order=[0], completions=0)
+"""Of one rank, in one micro-batch without rows."""
 
 
 SYNCHRONOUS = CheckpointConfig(every_steps=1, background=False)
@@ -33,9 +41,12 @@ class Scribe:
     def __init__(self, *, version: int = 0, skips: tuple[int, ...] = (), end_at: int = 1000) -> None:
         self.version, self._skips, self._end_at, self._steps = version, skips, end_at, 0
         self.seen: list[str] = []
+        self.kl: NDArray[np.float64] | None = None
 
-    def step(self, micro_batches: list[Any], *, denominator: int) -> StepStats:
-        assert (len(micro_batches), denominator) == (1, 3)
+    def step(self, share: Plan[Rows], revalue: Callable[..., Any]) -> StepStats:
+        assert share == PLAN
+        if self.kl is not None:
+            self.seen.append(f"worth {revalue(self.kl).tolist()}")
         self._steps += 1
         applied = self._steps not in self._skips
         self.version += applied
@@ -54,8 +65,18 @@ class Scribe:
         path.write_text(text)
 
     def next_plan(self, version: int) -> Callable[[float], bytes | None]:
-        polls = iter([None, END if version == self._end_at else encode(Plan(denominator=3, micro_batches=[[[]]]))])
+        polls = iter(
+            [
+                None,
+                END
+                if version == self._end_at
+                else encode(replace(PLAN, mini_batches=[MiniBatch(denominator=3, micro_batches=[[[]]])])),
+            ]
+        )
         return lambda wait_s: next(polls)
+
+    def advantages(self, kl_N: NDArray[np.float64]) -> Callable[[float], bytes]:
+        return lambda wait_s: (1.0 - kl_N).tobytes()
 
     def evaluate(self, version: int) -> Callable[[float], bytes | None]:
         self.seen.append(f"eval {version}")
@@ -97,6 +118,14 @@ def test_a_version_is_offered_then_booked_and_the_last_one_is_saved(run: Callabl
     assert run(Scribe(), total_steps=2) == [
         "offer 0", "step 1", "offer 1", "book 1", "step 2", "offer 2", "book 2", "durable 2",
     ]  # fmt: skip
+
+
+def test_the_advantages_that_wait_for_a_divergence_come_from_rank_0_within_the_step(
+    run: Callable[..., list[str]],
+) -> None:
+    scribe = Scribe()
+    scribe.kl = np.array([0.25, -1.0])
+    assert run(scribe, total_steps=1)[:3] == ["offer 0", "worth [0.75, 2.0]", "step 1"]
 
 
 def test_c99_a_skipped_step_is_logged_and_neither_offered_nor_booked_nor_saved(run: Callable[..., list[str]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from learners.config import AlgorithmConfig
-from learners.kl import ESTIMATORS, in_reward
+from learners.kl import ESTIMATORS
 from learners.objective import LossTerms, Objective, WrongShape
 from learners.recipes import RECIPES
 from tasks.loading import TaskError
@@ -138,21 +138,12 @@ def test_what_is_reported_is_what_numpy_counts() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_to_a_reference_is_added_with_its_gradient(estimator: str) -> None:
-    settings = AlgorithmConfig(kl_estimator=estimator)  # type: ignore[arg-type]
-    algorithm, one = (
-        settings.model_copy(update={"kl_coef": 0.05}),
-        case(6),
-    )  # no run may have it before there is a model
+    algorithm, one = AlgorithmConfig(kl_estimator=estimator, kl_coef=0.05), case(6)  # type: ignore[arg-type]
     terms, gradient = product(one, algorithm, reference=True)
     assert terms.loss.item() == pytest.approx(step_loss(one, algorithm, one.logp, reference=True), rel=1e-12)
     expected = differences(lambda logp: step_loss(one, algorithm, logp, reference=True), one.logp)
     np.testing.assert_allclose(gradient, expected, atol=1e-8)
     assert terms.loss.item() != pytest.approx(step_loss(one, algorithm, one.logp))
-
-
-def test_kl_in_the_reward_is_the_sum_over_the_completion() -> None:
-    kl = torch.tensor([[0.5, -0.25, 0.0], [1.0, 0.0, 0.0]])
-    assert in_reward(torch.tensor([1.0, 2.0]), kl, 0.2).tolist() == pytest.approx([0.95, 1.8])
 
 
 def test_the_estimators_agree_on_the_divergence_over_all_tokens() -> None:
@@ -167,7 +158,7 @@ def test_the_estimators_agree_on_the_divergence_over_all_tokens() -> None:
 OWN = """
 def loss(rows, algorithm):
     ratio = (rows.logp_BT - rows.old_logp_BT).exp()
-    return -ratio * rows.advantage_B1, ratio > 1e9
+    return -ratio * rows.advantage_BT, ratio > 1e9
 
 def halved(log_r, mask, correction):
     return 0 * log_r + 0.5, log_r > 1e9

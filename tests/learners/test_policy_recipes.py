@@ -70,7 +70,7 @@ def plain(model_dir: Path, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
     return after
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "ppo"])  # test_critic.py has it
 def test_c95_c108_a_step_is_the_formulas_on_one_rank_and_on_two_in_small_micro_batches(
     stepped: Path, model_dir: Path, recipe: str
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,26 @@ import pytest
 
 from broker.config import RolloutConfig
 from broker.messages import Batch
+from learners.advantages import ADVANTAGES
 from learners.batching import TrainSequence
 from learners.conductor import prepare
 from learners.config import AlgorithmConfig
+from learners.exchange import Plan, Rows
 from learners.loss_means import LOSS_MEANS
 from learners.recipes import LOSS_MEAN_NAMES, RECIPES
-from learners.rows import WrongLength, trained_rows
+from learners.rows import WrongLength, advantages, trained_rows
 
 Make = dict[str, Callable[..., Any]]
 ROLLOUT = RolloutConfig(max_response_length=8, max_staleness=3)
 
 
 def rows_of(batch: Batch, version: int = 1, **algorithm: Any) -> list[TrainSequence]:
-    return trained_rows(batch, version=version, algorithm=AlgorithmConfig(**algorithm), rollout=ROLLOUT)
+    parts = trained_rows(batch, version=version, algorithm=AlgorithmConfig(**algorithm), rollout=ROLLOUT)
+    return [row for rows in parts for row in rows]
+
+
+def minis(batch: Batch, **algorithm: Any) -> list[list[TrainSequence]]:
+    return trained_rows(batch, version=1, algorithm=AlgorithmConfig(**algorithm), rollout=ROLLOUT)
 
 
 @pytest.fixture
@@ -79,7 +86,7 @@ def test_c95_c100_cutting_the_step_into_ranks_and_micro_batches_keeps_every_weig
         prepared = prepare(
             uneven, version=1, rollout=ROLLOUT, algorithm=settings, ranks=ranks, token_budget=budget
         )  # fmt: skip
-        return [row for mine in prepared.plan.micro_batches for part in mine for row in part]
+        return [row for mine in prepared.plan.mini_batches[0].micro_batches for part in mine for row in part]
 
     def key(row: TrainSequence) -> tuple[float, int, float]:
         return row.weight, len(row), row.advantage
@@ -106,7 +113,8 @@ def test_c97_a_batch_of_which_nothing_is_left_has_no_rows(make: Make) -> None:
         assert rows_of(batch, recipe=recipe) == []
         settings = AlgorithmConfig(recipe=recipe)  # type: ignore[arg-type]
         planned = prepare(batch, version=1, rollout=ROLLOUT, algorithm=settings, ranks=2, token_budget=99).plan
-        assert (planned.denominator, planned.micro_batches) == (0, [[[]], [[]]])
+        assert (planned.loss_tokens, planned.order) == (0, [0])
+        assert [one.micro_batches for one in planned.mini_batches] == [[[[]], [[]]]]
 
 
 def test_an_overlong_answer_is_worth_less_than_a_short_one(make: Make) -> None:
@@ -130,7 +138,56 @@ def test_dpo_trains_the_best_of_each_group_before_its_worst(make: Make) -> None:
 def test_every_recipe_gives_rows_with_finite_numbers(uneven: Batch, recipe: str) -> None:
     rows = rows_of(uneven, recipe=recipe)
     assert rows and np.isfinite([[row.advantage, row.weight] for row in rows]).all()
-    assert any(row.advantage > 0 for row in rows) and any(row.advantage < 0 for row in rows)
+    if recipe == "ppo":  # what its critic is given
+        assert sorted(row.advantage for row in rows) == [0.0, 0.0, 0.0, 1.0, 1.0]
+    else:
+        assert any(row.advantage > 0 for row in rows) and any(row.advantage < 0 for row in rows)
+
+
+def test_mini_batches_are_whole_groups_drawn_anew_each_version_and_alike_for_a_seed(make: Make) -> None:
+    groups = [
+        make["group"]([make["completion"]([1] * (i + 1), reward=k) for k in (0, 1)], position=i) for i in range(7)
+    ]
+    batch = make["batch"](groups, version=1)
+    settings = AlgorithmConfig(mini_batches=3, epochs=2)
+
+    def drawn(seed: int, version: int, ranks: int = 1) -> Plan[Sequence[Rows]]:
+        return prepare(
+            batch, version=version, rollout=ROLLOUT, algorithm=settings, ranks=ranks, token_budget=30, seed=seed
+        ).plan
+
+    def places(one: Plan[Sequence[Rows]]) -> list[set[int]]:
+        return [
+            {row.index for mine in part.micro_batches for rows in mine for row in rows} for part in one.mini_batches
+        ]
+
+    first = drawn(0, 1)
+    assert [len(part) for part in places(first)] == [6, 4, 4]
+    assert set().union(*places(first)) == set(range(14)) and first.completions == 14
+    assert all(index ^ 1 in part for part in places(first) for index in part)
+    assert [sorted(first.order[:3]), sorted(first.order[3:])] == [[0, 1, 2], [0, 1, 2]]
+    assert places(drawn(0, 1, ranks=2)) == places(first) and drawn(0, 1, ranks=2).order == first.order
+    assert len({str(places(drawn(*key))) for key in [(0, 1), (0, 2), (0, 3), (1, 1), (2, 1)]}) == 5
+    for part in first.mini_batches:  # a mean over the mini-batch, not over the batch
+        rows = [row for mine in part.micro_batches for rows in mine for row in rows]
+        assert sum(row.weight * row.loss_tokens for row in rows) == pytest.approx(1.0)
+        assert sum(row.loss_tokens for row in rows) == part.denominator
+
+
+def test_no_mini_batch_is_empty_while_there_are_groups_to_train(make: Make, uneven: Batch) -> None:
+    assert [len(rows) for rows in minis(uneven, mini_batches=9)] in ([2, 3], [3, 2])
+    same = make["batch"]([make["group"]([make["completion"]([1], reward=1.0)] * 2)], version=1)
+    assert minis(same, mini_batches=4, zero_variance_groups="skip") == [[]]
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_pp"])
+def test_kl_is_taken_off_the_rewards_of_the_whole_batch_before_the_advantages(uneven: Batch, advantage: str) -> None:
+    kl = np.array([0.5, 0.25, -0.125, 1.0, 2.0])
+    rewards = [np.array([1.0, 0.0]), np.array([1.0, 0.0, 0.0])]
+    shaped = [mine - 0.3 * part for mine, part in zip(rewards, np.split(kl, [2]), strict=True)]
+    algorithm = AlgorithmConfig(advantage=advantage, kl_coef=0.3, kl_in="reward")
+    got = advantages(uneven, algorithm=algorithm, rollout=ROLLOUT, kl_N=kl)
+    np.testing.assert_allclose(got, np.concatenate(ADVANTAGES[advantage](shaped)), rtol=1e-12)
 
 
 OWN = """

@@ -121,3 +121,16 @@ def test_c64_each_prompt_is_trained_once_over_both_runs(begun: dict[str, Any], r
         assert frontier.base + len(frontier.beyond) == steps * B
     assert resumed["counts"]["durable"] == 7 * B
     assert resumed["total"] == resumed["counts"]["fed"]
+
+
+def test_a_run_whose_divergence_acts_on_the_rewards_shares_its_advantages_within_each_step(
+    run_ranks: Callable[..., None], tmp_path: Path
+) -> None:
+    algorithm = {"kl_coef": 0.1, "kl_in": "reward", "epochs": 2, "mini_batches": 2, "reference_reset_steps": 2}
+    (tmp_path / "kl.json").write_text(json.dumps({"total_steps": 3, "algorithm": algorithm}))
+    run_ranks("kl", world=2, directory=tmp_path, script="runs.py")
+    run = look(tmp_path, "kl")
+    assert (run["finished"], run["counts"]["durable"]) == ("completed", 3 * B)
+    assert [(line["step"], line["updates"]) for line in run["metrics"]] == [(1, 4), (2, 4), (3, 4)]
+    assert all(line["kl_reference"] > 0 for line in run["metrics"])
+    assert (tmp_path / "run" / "checkpoints" / "step_000003" / "reference.safetensors").is_file()

@@ -52,7 +52,13 @@ class OtherRank:
 
     def __init__(self, config: WeightsSyncConfig, address: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("sender_process.py")), config.model_dump_json(), address, "2"],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("sender_process.py")),
+                config.model_dump_json(),
+                address,
+                "2",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
