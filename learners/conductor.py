@@ -12,12 +12,12 @@ from torch import Tensor
 from broker.config import RolloutConfig
 from broker.errors import RunFinished
 from broker.messages import Batch, Frontier, RunState
-from learners.batching import padding_share, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import Plan, Produce, encode
 from learners.feed import EndOfData
 from learners.losses import PAIRED
+from learners.planning import padding_share, plan, plan_pairs
 from learners.report import StaleGroups, Stopwatch, fill, metrics, synced
 from learners.rows import trained_rows
 from learners.staleness import Staleness, apply_bound
@@ -43,7 +43,14 @@ class Prepared:
 
 
 def prepare(
-    batch: Batch, *, version: int, rollout: RolloutConfig, algorithm: AlgorithmConfig, ranks: int, token_budget: int
+    batch: Batch,
+    *,
+    version: int,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    ranks: int,
+    token_budget: int,
+    packed: bool = False,
 ) -> Prepared:
     """Bound, advantages, micro-batches: everything between the broker's batch and the ranks' forward passes."""
     bounded, staleness = apply_bound(
@@ -51,13 +58,14 @@ def prepare(
     )
     rows = trained_rows(bounded, version=version, algorithm=algorithm, rollout=rollout)
     lengths = [len(row) for row in rows]
-    planned = (plan_pairs if algorithm.loss in PAIRED else plan)(lengths, ranks=ranks, token_budget=token_budget)
+    make = plan_pairs if algorithm.loss in PAIRED else plan
+    planned = make(lengths, ranks=ranks, token_budget=token_budget, packed=packed)
     micro_batches = [[[rows[i] for i in part] for part in mine] for mine in planned]
     return Prepared(
         batch=bounded,
         staleness=staleness,
         plan=Plan(denominator=sum(row.loss_tokens for row in rows), micro_batches=micro_batches),
-        padding_share=padding_share(planned, lengths),
+        padding_share=padding_share(planned, lengths, packed=packed),
     )
 
 
@@ -114,7 +122,8 @@ Show = Callable[[Mapping[str, object], RunState], None]
 class Conductor:
     """Rank 0's part of the loop; the other ranks have none.
 
-    ``show``: is told each step's metrics line, with the broker's state after the step.
+    ``show``: is told each step's metrics line, with the broker's state after the step. ``packed``: whether the model
+    takes rows without padding.
     """
 
     def __init__(
@@ -129,10 +138,12 @@ class Conductor:
         config: LearnerConfig,
         flush: Callable[[], None],
         show: Show,
+        packed: bool = False,
     ) -> None:
         self._feed, self._publisher, self._evaluation, self._sink = feed, publisher, evaluation, sink
         self._rollout, self._algorithm, self._config, self._flush = rollout, algorithm, config, flush
         self._show, self._stale = show, StaleGroups(feed.look().counts)
+        self._packed = packed
         self._prepared: Prepared | None = None
         self.end = "completed"
 
@@ -163,6 +174,7 @@ class Conductor:
                 algorithm=self._algorithm,
                 ranks=self._config.ranks,
                 token_budget=self._config.micro_batch_tokens,
+                packed=self._packed,
             )
             return encode(self._prepared.plan)
 

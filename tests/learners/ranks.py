@@ -18,10 +18,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from learners import sharding
-from learners.batching import TrainSequence, collate, plan, plan_pairs
+from learners.batching import TrainSequence, collate
 from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
 from learners.exchange import Exchange, RootFailed
 from learners.losses import PAIRED
+from learners.packing import packs
+from learners.planning import plan, plan_pairs
 from learners.policy import NonFiniteGradients, Policy
 from learners.recipes import RECIPES
 
@@ -101,7 +103,7 @@ def train(
     one: Policy, sequences: list[TrainSequence], rank: int, world: int, *, budget: int, paired: bool = False
 ) -> dict[str, float]:
     make = plan_pairs if paired else plan
-    planned = make([len(row) for row in sequences], ranks=world, token_budget=budget)[rank]
+    planned = make([len(row) for row in sequences], ranks=world, token_budget=budget, packed=packs(one.module))[rank]
     micro_batches = [collate([sequences[i] for i in part]) for part in planned]
     stats = one.step(micro_batches, denominator=sum(row.loss_tokens for row in sequences))
     return {name: float(getattr(stats, name)) for name in stats.__dataclass_fields__} | {"micro": len(micro_batches)}
@@ -143,10 +145,12 @@ def case_steps(directory: Path, rank: int, world: int) -> None:
 
 
 def case_micro_batches(directory: Path, rank: int, world: int) -> None:
-    """The same two steps in many micro-batches, with gradient checkpointing and with offloading."""
+    """The same two steps in many micro-batches, packed and padded, with gradient checkpointing and with offloading."""
     variants: dict[str, dict[str, object]] = {
         "z2": {"zero_stage": 2},
+        "padded": {"packing": "off"},
         "checkpointing": {"gradient_checkpointing": True},
+        "padded-checkpointing": {"gradient_checkpointing": True, "packing": "off"},
         "offload": {"offload_optimizer": True, "offload_param": True},
     }
     for tag, changes in variants.items():
@@ -154,6 +158,7 @@ def case_micro_batches(directory: Path, rank: int, world: int) -> None:
         for seed in (1, 2):
             stats = train(one, rows(seed), rank, world, budget=24)
         assert stats["micro"] > 2
+        assert packs(one.module) == (changes.get("packing") != "off")
         dump(one, directory / f"many-{tag}.safetensors", rank)
 
 
