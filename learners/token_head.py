@@ -109,7 +109,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             total_C = e_CV.sum(-1)
             log_total_C = total_C.log()
             lse_N[part] = top_C + log_total_C
-            entropy_N[part] = log_total_C - torch.linalg.vecdot(e_CV, z_CV) / total_C
+            entropy_N[part] = log_total_C - z_CV.mul_(e_CV).sum(-1) / total_C
         ctx.temperature, ctx.entropy_grad = temperature, entropy_grad
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_N, lse_N, entropy_N)
         if not entropy_grad:

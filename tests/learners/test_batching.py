@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from learners.batching import TrainSequence, collate
 from learners.exchange import Plan, decode, encode
 from learners.logprobs import token_logprobs

@@ -115,5 +115,5 @@ def test_rows_that_see_each_other_are_found_out_by_their_log_probabilities(
 
 def test_other_attention_than_sdpa_is_padded(directories: dict[str, Path]) -> None:
     assert not packs(load_model(directories["sliding"], attention="eager", checkpointing=False))
-    with pytest.raises(CannotPack, match="model.attention=sdpa"):
+    with pytest.raises(CannotPack, match=r"model\.attention=sdpa"):
         load_model(directories["sliding"], attention="eager", checkpointing=False, packing="on")

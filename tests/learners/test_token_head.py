@@ -75,15 +75,19 @@ def test_nothing_is_computed_for_a_token_that_is_not_asked_for() -> None:
 
 
 MEMORY = """
-import resource, sys, torch
+import re, sys, torch
+from pathlib import Path
 from learners.token_head import chunked_logprobs
 V = int(sys.argv[1])
 torch.set_num_threads(1)
 hidden, weight = torch.randn(1024, 16, requires_grad=True), torch.randn(V, 16, requires_grad=True)
+def kib(what):
+    return int(re.search(what + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 chunked_logprobs(hidden[:8], weight, None, torch.zeros(8, dtype=torch.long), temperature=1.0)[0].sum().backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = kib("VmRSS")
 chunked_logprobs(hidden, weight, None, torch.zeros(1024, dtype=torch.long), temperature=1.0)[0].sum().backward()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(kib("VmHWM") - before)
 """
 
 
@@ -94,4 +98,9 @@ def test_the_memory_is_that_of_a_chunk_however_large_the_vocabulary() -> None:
             [sys.executable, "-c", MEMORY, str(vocabulary)], cwd=repository, capture_output=True, text=True, check=True
         )
         grown_bytes = int(told.stdout) * 1024
-        assert grown_bytes < 3 * 4 * token_head.CHUNK_ELEMENTS["cpu"] < 4 * 1024 * vocabulary
+        assert (
+            4 * token_head.CHUNK_ELEMENTS["cpu"] // 2
+            < grown_bytes
+            < 3 * 4 * token_head.CHUNK_ELEMENTS["cpu"]
+            < 4 * 1024 * vocabulary
+        )
