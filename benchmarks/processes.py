@@ -70,6 +70,11 @@ class Worker(Generic[T]):
         assert pid is not None
         return pid
 
+    def check(self) -> None:
+        """Raises BenchmarkError if ``work`` has failed."""
+        if not self._process.is_alive() or self._answers.poll(0):
+            self.answer(0.0)
+
     def answer(self, timeout_s: float) -> T:
         """What ``work`` returned. Raises BenchmarkError when it failed or is not done in time."""
         if not self._answers.poll(timeout_s):

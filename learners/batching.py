@@ -1,16 +1,16 @@
-"""From the rows of a batch to the micro-batches of every rank.
+"""The rows of a batch as the tensors of a micro-batch.
 
-    Batch ─trained_rows─► TrainSequence ─plan─► [rank][micro-batch][row] ─collate─► MicroBatch (tensors)
+    Batch ─trained_rows─► TrainSequence ─learners/planning.py─► [rank][micro-batch][row] ─collate─► MicroBatch (tensors)
 
-Legend: P prompt tokens, L completion tokens, B rows, T model positions, K positions from the first that predicts a
-completion token. Every rank gets the same number of micro-batches, because a ZeRO-3 rank that has fewer leaves the
-others waiting in a gather (C100); what is missing is filled with micro-batches without loss.
+Legend: P prompt tokens, L completion tokens, B rows, K the L of the longest completion. A row enters the model without
+its last token, which nothing follows: P + L - 1 positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,14 +51,19 @@ class TrainSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What one forward pass takes. Column k of the [B, K] tensors predicts position T - K + k + 1 of the row.
+    """The rows of one forward pass. Column k of a [B, K] tensor belongs to the completion's k-th token.
 
     Attributes:
-        input_ids_BT: rows without their last token, padded on the right.
-        target_ids_BK: the token that follows each of the last K positions.
+        row_ids: of each row, the token ids that enter the model.
+        prompt_lengths: P of each row.
+        target_ids_BK: the completions, padded on the right.
+        loss_columns_N: indices into the flat [B · K] of the tokens that carry loss, or of one token if none does, so
+            that every pass has a gradient and all ranks' passes the same collectives.
     """
 
-    input_ids_BT: Tensor
+    row_ids: tuple[Tensor, ...]
+    prompt_lengths: tuple[int, ...]
+    loss_columns_N: Tensor
     target_ids_BK: Tensor
     mask_BK: Tensor
     behavior_logp_BK: Tensor
@@ -66,85 +71,97 @@ class MicroBatch:
     advantage_B: Tensor
     weight_B: Tensor
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """P + L - 1 of each row."""
+        return tuple(len(ids) for ids in self.row_ids)
 
-def plan(lengths: Sequence[int], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
-    """[rank][micro-batch][row] indices into ``lengths``: equally many micro-batches on every rank, as few as the
-    budget of padded tokens allows, and with the largest one as small as possible. A row over the budget is alone.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    sizes = [lengths[i] for i in order]
-    ceiling = max(token_budget, max(sizes, default=0))
-    per_rank = max(1, -(-len(_cut(sizes, ceiling)) // ranks))
-    bins = [[order[i] for i in part] for part in _cut(sizes, _smallest_cap(sizes, per_rank * ranks))]
-    bins += [[] for _ in range(per_rank * ranks - len(bins))]
-    bins.sort(key=lambda rows: -_padded(rows, lengths))
-    planned: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for i in range(0, len(bins), ranks):  # the i-th of every rank are of like size; who gets the largest alternates
-        planned.sort(key=lambda mine: sum(_padded(rows, lengths) for rows in mine))
-        for mine, rows in zip(planned, bins[i : i + ranks], strict=True):
-            mine.append(rows)
-    return planned
+    def inputs(self, *, packed: bool) -> tuple[Mapping[str, Any], Tensor]:
+        """What the model is called with, and [N] where in its flat positions the loss tokens are predicted.
+
+        Packed: all rows one after the other as one row, without padding, with positions that begin anew in each.
+        """
+        lengths = self.row_lengths
+        if packed:
+            starts = np.cumsum([0, *lengths[:-1]])
+            inputs = _packed(self.row_ids, lengths)
+        else:
+            starts = np.arange(len(lengths)) * max(lengths)
+            # No attention mask: padding is on the right, where causal attention does not look (C30).
+            inputs = {
+                "input_ids": torch.nn.utils.rnn.pad_sequence(list(self.row_ids), batch_first=True, padding_value=PAD_ID)
+            }
+        first_B = torch.from_numpy(starts + np.array(self.prompt_lengths) - 1).to(self.mask_BK.device)
+        K = self.mask_BK.shape[1]
+        rows_N = torch.div(self.loss_columns_N, K, rounding_mode="floor")
+        return inputs, first_B[rows_N] + self.loss_columns_N - K * rows_N
+
+    def in_columns(self, values_N: Tensor) -> Tensor:
+        """[B, K] the values of the loss tokens, 0 elsewhere."""
+        flat = values_N.new_zeros(self.mask_BK.numel())
+        return flat.index_put((self.loss_columns_N,), values_N).view(self.mask_BK.shape)
+
+    def part(self, rows: Sequence[int]) -> MicroBatch:
+        """Some of its rows; without any, one row that carries no loss. Every tensor named _B or _BK is cut along."""
+        if not rows:
+            cut = self.part([0])
+            return replace(
+                cut,
+                row_ids=(cut.row_ids[0][:1],),
+                prompt_lengths=(1,),
+                **{name: value[..., :1] for name, value in _by_row(cut).items() if name.endswith("_BK")}
+                | {"mask_BK": torch.zeros_like(cut.mask_BK[:, :1]), "weight_B": torch.zeros_like(cut.weight_B)},
+                loss_columns_N=cut.loss_columns_N[:1] * 0,
+            )
+        index = torch.tensor(rows, device=self.mask_BK.device)
+        cut = replace(
+            self,
+            row_ids=tuple(self.row_ids[i] for i in rows),
+            prompt_lengths=tuple(self.prompt_lengths[i] for i in rows),
+            **{name: value[index] for name, value in _by_row(self).items()},
+        )
+        return replace(cut, loss_columns_N=_loss_columns(cut.mask_BK))
 
 
-def plan_pairs(lengths: Sequence[int], *, ranks: int, token_budget: int) -> list[list[list[int]]]:
-    """``plan`` where rows 2 i and 2 i + 1 stay together, in this order."""
-    longest = [max(pair) for pair in zip(lengths[0::2], lengths[1::2], strict=True)]
-    planned = plan(longest, ranks=ranks, token_budget=max(1, token_budget // 2))
-    return [[[row for i in pairs for row in (2 * i, 2 * i + 1)] for pairs in mine] for mine in planned]
+def _by_row(batch: MicroBatch) -> dict[str, Any]:
+    named = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in named.items() if name.endswith(("_B", "_BK")) and value is not None}
 
 
-def padding_share(planned: list[list[list[int]]], lengths: Sequence[int]) -> float:
-    """Share of the padded tokens that are padding."""
-    padded = sum(_padded(rows, lengths) for mine in planned for rows in mine)
-    return 1 - sum(lengths) / padded if padded else 0.0
+def _loss_columns(mask_BK: Tensor) -> Tensor:
+    columns_N = mask_BK.flatten().nonzero().squeeze(-1)
+    return columns_N if len(columns_N) else torch.zeros(1, dtype=torch.long, device=mask_BK.device)
 
 
-def _padded(rows: list[int], lengths: Sequence[int]) -> int:
-    return len(rows) * max((lengths[i] for i in rows), default=0)
-
-
-def _cut(sizes: Sequence[int], cap: int) -> list[range]:
-    """Cuts descending sizes into runs of at most ``cap`` padded tokens each, as few as possible."""
-    runs, start = [], 0
-    while start < len(sizes):
-        stop = min(len(sizes), start + max(1, cap // sizes[start]))
-        runs.append(range(start, stop))
-        start = stop
-    return runs
-
-
-def _smallest_cap(sizes: Sequence[int], most_runs: int) -> int:
-    """The smallest cap under which ``_cut`` needs at most ``most_runs`` runs."""
-    low, high = 1, max(1, len(sizes) * max(sizes, default=1))
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(sizes, middle)) <= most_runs else (middle + 1, high)
-    return low
+def _packed(row_ids: Sequence[Tensor], lengths: Sequence[int]) -> dict[str, Any]:
+    """With ``row_lengths`` for the attention of learners/packing.py."""
+    positions_N = torch.cat([torch.arange(length) for length in lengths])
+    ids_N = torch.cat(list(row_ids))
+    return {"input_ids": ids_N[None], "position_ids": positions_N[None].to(ids_N.device), "row_lengths": tuple(lengths)}
 
 
 def collate(rows: Sequence[TrainSequence], *, device: str = "cpu") -> MicroBatch:
     """Tensors of one micro-batch; without rows, one token that carries no loss."""
-    T = max((len(row) for row in rows), default=2) - 1
-    first = min((len(row.prompt_ids) for row in rows), default=1) - 1
-    B, K = max(1, len(rows)), T - first
-    ids = np.full((B, T + 1), PAD_ID, np.int64)
+    B, K = max(1, len(rows)), max((len(row.completion_ids) for row in rows), default=1)
+    target = np.full((B, K), PAD_ID, np.int64)
     mask, behavior = np.zeros((B, K), bool), np.zeros((B, K), np.float32)
     staleness = np.zeros((B, K), np.int64)
     advantage, weight = np.zeros(B, np.float32), np.zeros(B, np.float32)
     for b, row in enumerate(rows):
-        P, L = len(row.prompt_ids), len(row.completion_ids)
-        ids[b, :P], ids[b, P : P + L] = row.prompt_ids, row.completion_ids
-        columns = slice(P - 1 - first, P - 1 - first + L)
-        mask[b, columns], behavior[b, columns] = row.loss_mask, row.behavior_logprobs
-        staleness[b, columns] = row.staleness
+        L = len(row.completion_ids)
+        target[b, :L], mask[b, :L] = row.completion_ids, row.loss_mask
+        behavior[b, :L], staleness[b, :L] = row.behavior_logprobs, row.staleness
         advantage[b], weight[b] = row.advantage, row.weight
 
     def tensor(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        return torch.from_numpy(array).to(device)
 
+    ids = [np.concatenate([row.prompt_ids, row.completion_ids])[:-1].astype(np.int64) for row in rows]
     return MicroBatch(
-        input_ids_BT=tensor(ids[:, :T]),
-        target_ids_BK=tensor(ids[:, first + 1 :]),
+        row_ids=tuple(tensor(one) for one in ids or [np.full(1, PAD_ID, np.int64)]),
+        prompt_lengths=tuple(len(row.prompt_ids) for row in rows) or (1,),
+        loss_columns_N=_loss_columns(torch.from_numpy(mask)).to(device),
+        target_ids_BK=tensor(target),
         mask_BK=tensor(mask),
         behavior_logp_BK=tensor(behavior),
         staleness_BK=tensor(staleness),

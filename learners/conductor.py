@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
@@ -15,12 +16,12 @@ from torch import Tensor
 from broker.config import RolloutConfig
 from broker.errors import RunFinished
 from broker.messages import Batch, Frontier, RunState
-from learners.batching import TrainSequence, padding_share, plan, plan_pairs
 from learners.config import AlgorithmConfig, LearnerConfig
 from learners.evaluation import Evaluation
 from learners.exchange import MiniBatch, Plan, Produce, Rows, encode
 from learners.feed import EndOfData
 from learners.losses import PAIRED
+from learners.planning import padding_share, plan, plan_pairs
 from learners.report import StaleGroups, Stopwatch, fill, metrics, synced
 from learners.rows import advantages, trained_rows
 from learners.saving import Saved
@@ -55,14 +56,15 @@ def prepare(
     ranks: int,
     token_budget: int,
     seed: int = 0,
+    packed: bool = False,
 ) -> Prepared:
     """Bound, advantages, micro-batches: everything between the broker's batch and the ranks' forward passes."""
     bounded, staleness = apply_bound(
         batch, version=version, max_staleness=rollout.max_staleness, on_stale=rollout.on_stale
     )
     parts = trained_rows(bounded, version=version, algorithm=algorithm, rollout=rollout, seed=seed)
-    make = plan_pairs if algorithm.loss in PAIRED else plan
-    planned = [make([len(row) for row in rows], ranks=ranks, token_budget=token_budget) for rows in parts]
+    make = partial(plan_pairs if algorithm.loss in PAIRED else plan, ranks=ranks, token_budget=token_budget)
+    planned = [make([len(row) for row in rows], packed=packed) for rows in parts]
     mini_batches = [
         MiniBatch(
             denominator=sum(row.loss_tokens for row in rows),
@@ -79,7 +81,7 @@ def prepare(
             order=[k for _ in range(algorithm.epochs) for k in order.permutation(len(parts)).tolist()],
             completions=sum(len(group.completions) for group in bounded.groups),
         ),
-        padding_share=_padding(planned, parts),
+        padding_share=0.0 if packed else _padding(planned, parts),
     )
 
 
@@ -137,6 +139,7 @@ class Conductor:
     """Rank 0's part of the loop; the other ranks have none.
 
     ``show``: is told each step's metrics line, with the broker's state after the step. ``seed``: of the mini-batches.
+    ``packed``: whether the model takes rows without padding.
     """
 
     def __init__(
@@ -152,10 +155,12 @@ class Conductor:
         flush: Callable[[], None],
         show: Show,
         seed: int = 0,
+        packed: bool = False,
     ) -> None:
         self._feed, self._publisher, self._evaluation, self._sink = feed, publisher, evaluation, sink
         self._rollout, self._algorithm, self._config, self._flush = rollout, algorithm, config, flush
-        self._show, self._seed, self._stale = show, seed, StaleGroups(feed.look().counts)
+        self._show, self._seed, self._packed = show, seed, packed
+        self._stale = StaleGroups(feed.look().counts)
         self._prepared: Prepared | None = None
         self.end = "completed"
 
@@ -187,6 +192,7 @@ class Conductor:
                 ranks=self._config.ranks,
                 token_budget=self._config.micro_batch_tokens,
                 seed=self._seed,
+                packed=self._packed,
             )
             return encode(self._prepared.plan)
 
@@ -265,7 +271,7 @@ def read_introduction(frame: bytes) -> tuple[str, int]:
     return address, int(incarnation)
 
 
-def _padding(planned: Sequence[list[list[list[int]]]], parts: Sequence[Sequence[TrainSequence]]) -> float:
+def _padding(planned: Sequence[list[list[list[int]]]], parts: Rows) -> float:
     """Share of padding over all mini-batches."""
     starts = accumulate((len(rows) for rows in parts), initial=0)
     every = [

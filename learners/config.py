@@ -208,7 +208,12 @@ class LearnerConfig(StrictModel):
     offload_reference: OffloadParam = Field("none", description="where the reference model is kept between its uses")
     offload_dir: str = Field("", description="of `nvme`: a folder on a fast local disk; needs libaio")
     total_steps: Steps = Field(100, ge=1, description="the run is complete at this policy version")
-    micro_batch_tokens: int = Field(4096, ge=1, le=1 << 30, description="padded tokens of a rank's micro-batch")
+    micro_batch_tokens: int = Field(
+        4096, ge=1, le=1 << 30, description="tokens of a rank's micro-batch, padding included"
+    )
+    packing: Literal["auto", "on", "off"] = Field(
+        "auto", description="rows of a micro-batch one after the other, without padding; `auto`: if the model allows it"
+    )
     gradient_checkpointing: bool = Field(False, description="compute activations twice to save memory")
     threads: int = Field(1, ge=1, le=1024, description="CPU threads of a rank")
     optim: OptimConfig = OptimConfig()

@@ -49,7 +49,10 @@ class Critic:
         local_rank: int,
         resume: Path | None,
     ) -> None:
-        model = with_value_head(load_model(model_dir, attention=attention, checkpointing=config.gradient_checkpointing))
+        checkpointing, packing = config.gradient_checkpointing, config.packing
+        model = with_value_head(
+            load_model(model_dir, attention=attention, checkpointing=checkpointing, packing=packing)
+        )
         steps = 0
         if resume is not None:
             steps = _read_steps(resume)

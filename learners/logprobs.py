@@ -25,9 +25,9 @@ def scale(logits_BTV: Tensor, temperature: float) -> Tensor:
 
 
 def entropy(logits_BTV: Tensor, *, temperature: float) -> Tensor:
-    """[B, T] entropy in nats of softmax(z / temperature), a bounded number of positions at a time."""
+    """[..., T] entropy in nats of softmax(z / temperature), a bounded number of positions at a time."""
     V = logits_BTV.shape[-1]
-    parts = torch.split(logits_BTV.flatten(0, 1), max(1, _ENTROPY_ELEMENTS // V))
+    parts = torch.split(logits_BTV.flatten(0, -2), max(1, _ENTROPY_ELEMENTS // V))
     return torch.cat([_entropy(scale(part_NV, temperature)) for part_NV in parts]).view(logits_BTV.shape[:-1])
 
 

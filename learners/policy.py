@@ -73,7 +73,12 @@ class Policy:
         self._rank, self._world, self.device = rank, world, device_of(config, local_rank)
         self._updates = Updates(limit=config.max_bad_steps, lr_setting="learner.optim.lr")
         torch.manual_seed(seed + rank)
-        model = load_model(resume or model_dir, attention=attention, checkpointing=config.gradient_checkpointing)
+        model = load_model(
+            resume or model_dir,
+            attention=attention,
+            checkpointing=config.gradient_checkpointing,
+            packing=config.packing,
+        )
         self._engine = Engine(model, config=config, optim=config.optim, rank=rank, world=world, local_rank=local_rank)
         self.module: nn.Module = self._engine.module
         place: dict[str, Any] = {

@@ -42,7 +42,7 @@ class Reference:
         local_rank: int,
         resume: Path | None,
     ) -> None:
-        model = load_model(model_dir, attention=attention, checkpointing=False)
+        model = load_model(model_dir, attention=attention, checkpointing=False, packing=config.packing)
         if resume is not None:
             load_into(model, resume, _FILES)
         model.requires_grad_(False).eval()

@@ -25,6 +25,7 @@ from learners.exchange import Exchange
 from learners.feed import BatchFeed
 from learners.lineage import keep, take_up
 from learners.loop import learn
+from learners.packing import packs
 from learners.policy import Policy
 from learners.saving import Saver
 from learners.schedule import learning_rate
@@ -208,6 +209,7 @@ def _conductor(stack: ExitStack, parts: RootParts, policy: Policy, frontier: Fro
     return Conductor(
         feed=feed, publisher=publisher, evaluation=evaluation, sink=metrics, rollout=parts.rollout,
         algorithm=parts.algorithm, config=config, flush=flush, show=parts.show, seed=parts.seed,
+        packed=packs(policy.module),
     )  # fmt: skip
 
 

@@ -21,11 +21,13 @@ from safetensors.torch import save_file
 
 from broker.errors import SlipstreamError
 from learners import sharding
-from learners.batching import TrainSequence, plan, plan_pairs
+from learners.batching import TrainSequence
 from learners.config import AlgorithmConfig, LearnerConfig, OptimConfig
 from learners.engine import Engine
 from learners.exchange import Exchange, MiniBatch, Plan, RootFailed
 from learners.losses import PAIRED
+from learners.packing import packs
+from learners.planning import plan, plan_pairs
 from learners.policy import Policy
 from learners.recipes import RECIPES
 from learners.stats import NonFiniteGradients
@@ -124,7 +126,7 @@ def train_parts(
     make = plan_pairs if paired else plan
     mini_batches = []
     for rows in parts:
-        mine = make([len(row) for row in rows], ranks=world, token_budget=budget)[rank]
+        mine = make([len(row) for row in rows], ranks=world, token_budget=budget, packed=packs(one.module))[rank]
         micro_batches = [[rows[i] for i in part] for part in mine]
         mini_batches.append(MiniBatch(denominator=sum(row.loss_tokens for row in rows), micro_batches=micro_batches))
     share = Plan(mini_batches=mini_batches, order=order or [*range(len(parts))], completions=len(REWARDS))
@@ -191,10 +193,12 @@ def case_missing(directory: Path, rank: int, world: int) -> None:
 
 
 def case_micro_batches(directory: Path, rank: int, world: int) -> None:
-    """The same two steps in many micro-batches, with gradient checkpointing and with offloading."""
+    """The same two steps in many micro-batches, packed and padded, with gradient checkpointing and with offloading."""
     variants: dict[str, dict[str, object]] = {
         "z2": {"zero_stage": 2},
+        "padded": {"packing": "off"},
         "checkpointing": {"gradient_checkpointing": True},
+        "padded-checkpointing": {"gradient_checkpointing": True, "packing": "off"},
         "offload": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     }
     for tag, changes in variants.items():
@@ -202,6 +206,7 @@ def case_micro_batches(directory: Path, rank: int, world: int) -> None:
         for seed in (1, 2):
             stats = train(one, rows(seed), rank, world, budget=24)
         assert stats["micro"] > 2
+        assert packs(one.module) == (changes.get("packing") != "off")
         dump(one, directory / f"many-{tag}.safetensors", rank)
 
 

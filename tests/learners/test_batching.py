@@ -1,4 +1,4 @@
-"""From groups to balanced micro-batches, and what padding must not change."""
+"""The tensors of a micro-batch, and what padding and packing must not change."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from learners.batching import TrainSequence, collate, padding_share, plan, plan_pairs
+from learners.batching import TrainSequence, collate
 from learners.exchange import MiniBatch, Plan, decode, encode
 from learners.logprobs import token_logprobs
 from learners.model import load_model
+from learners.passes import token_passes
 
 
 def row(prompt: list[int], completion: list[int], mask: list[int] | None = None) -> TrainSequence:
@@ -29,68 +28,47 @@ def row(prompt: list[int], completion: list[int], mask: list[int] | None = None)
     )
 
 
-@given(lengths=st.lists(st.integers(1, 300), max_size=40), ranks=st.integers(1, 4), token_budget=st.integers(1, 2000))
-def test_c100_every_rank_gets_equally_many_micro_batches_and_every_row_once(
-    lengths: list[int], ranks: int, token_budget: int
-) -> None:
-    planned = plan(lengths, ranks=ranks, token_budget=token_budget)
-    assert len({len(mine) for mine in planned}) == 1
-    assert sorted(i for mine in planned for rows in mine for i in rows) == list(range(len(lengths)))
-    for rows in (rows for mine in planned for rows in mine if len(rows) > 1):
-        assert len(rows) * max(lengths[i] for i in rows) <= max(token_budget, max(lengths))
-
-
-def test_c100_skewed_lengths_are_spread_evenly() -> None:
-    lengths = [900, 100] + [100] * 10
-    planned = plan(lengths, ranks=2, token_budget=1000)
-    tokens = [sum(len(rows) * max(lengths[i] for i in rows) for rows in mine if rows) for mine in planned]
-    assert [len(mine) for mine in planned] == [2, 2] or [len(mine) for mine in planned] == [1, 1]
-    assert max(tokens) <= 1200
-
-
-@given(lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=20), ranks=st.integers(1, 4))
-def test_c100_pairs_stay_together_and_every_rank_gets_equally_many_micro_batches(
-    lengths: list[tuple[int, int]], ranks: int
-) -> None:
-    planned = plan_pairs([one for pair in lengths for one in pair], ranks=ranks, token_budget=500)
-    assert len({len(mine) for mine in planned}) == 1
-    seen = [rows for mine in planned for rows in mine]
-    assert sorted(i for rows in seen for i in rows) == list(range(2 * len(lengths)))
-    assert all(second == first + 1 for rows in seen for first, second in zip(rows[0::2], rows[1::2], strict=True))
-    assert all(first % 2 == 0 for rows in seen for first in rows[0::2])
-
-
-def test_a_step_that_fits_is_one_micro_batch_a_rank() -> None:
-    planned = plan([12] * 128, ranks=2, token_budget=4096)
-    assert [[len(rows) for rows in mine] for mine in planned] == [[64], [64]]
-    assert padding_share(planned, [12] * 128) == 0.0
-
-
-def test_padding_share_counts_padded_tokens() -> None:
-    assert padding_share([[[0, 1]]], [10, 5]) == pytest.approx(0.25)
-    assert padding_share([[[]]], []) == 0.0
-
-
-def test_columns_of_a_micro_batch_predict_the_completion_tokens() -> None:
+def test_columns_of_a_micro_batch_are_the_completion_tokens() -> None:
     batch = collate([row([5, 6, 7], [8, 9]), row([3], [4, 5, 6], [1, 0, 1])])
-    assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8], [3, 4, 5, 6]]
-    assert batch.target_ids_BK.tolist() == [[6, 7, 8, 9], [4, 5, 6, 0]]
-    assert batch.mask_BK.int().tolist() == [[0, 0, 1, 1], [1, 0, 1, 0]]
-    assert batch.behavior_logp_BK.tolist() == [[0, 0, -1, -2], [-1, -2, -3, 0]]
-    assert batch.staleness_BK.tolist() == [[0, 0, 0, 1], [0, 1, 2, 0]]
+    assert [ids.tolist() for ids in batch.row_ids] == [[5, 6, 7, 8], [3, 4, 5]]
+    assert batch.target_ids_BK.tolist() == [[8, 9, 0], [4, 5, 6]]
+    assert batch.mask_BK.int().tolist() == [[1, 1, 0], [1, 0, 1]]
+    assert batch.behavior_logp_BK.tolist() == [[-1, -2, 0], [-1, -2, -3]]
+    assert batch.staleness_BK.tolist() == [[0, 1, 0], [0, 1, 2]]
     assert (batch.advantage_B.tolist(), batch.weight_B.tolist()) == ([2.0, 2.0], [0.125, 0.125])
 
 
-def test_positions_before_the_first_completion_are_not_computed() -> None:
-    batch = collate([row([5, 6, 7, 8], [9, 10]), row([5, 6, 7], [8])])
-    assert batch.target_ids_BK.shape == (2, 3)
-    assert batch.mask_BK.int().tolist() == [[0, 1, 1], [1, 0, 0]]
+def test_loss_tokens_are_predicted_where_the_token_before_them_lies() -> None:
+    batch = collate([row([5, 6, 7], [8, 9]), row([3], [4, 5, 6], [1, 0, 1])])
+    padded, at_padded_N = batch.inputs(packed=False)
+    assert padded["input_ids"].tolist() == [[5, 6, 7, 8], [3, 4, 5, 0]]
+    assert at_padded_N.tolist() == [2, 3, 4, 6]
+    packed, at_packed_N = batch.inputs(packed=True)
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 3, 4, 5]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert (packed["row_lengths"], at_packed_N.tolist()) == ((4, 3), [2, 3, 4, 6])
+    assert batch.in_columns(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [[1, 2, 0], [3, 0, 4]]
 
 
 def test_a_micro_batch_without_rows_carries_no_loss() -> None:
-    batch = collate([])
-    assert batch.input_ids_BT.numel() == 1
-    assert not batch.mask_BK.any()
+    for batch in (collate([]), collate([row([5, 6], [7, 8])]).part([])):
+        inputs, at_N = batch.inputs(packed=False)
+        assert inputs["input_ids"].numel() == 1
+        assert at_N.tolist() == [0]
+        assert not batch.mask_BK.any()
+        assert batch.target_ids_BK.shape == batch.mask_BK.shape == batch.behavior_logp_BK.shape == (1, 1)
+
+
+def test_part_of_a_micro_batch_is_that_of_its_rows() -> None:
+    rows = [row([5, 6, 7], [8, 9]), row([3], [4, 5, 6], [1, 0, 1]), row([2, 2], [9])]
+    part, wanted = collate(rows).part([2, 0]), collate([rows[2], rows[0]])
+    for packed in (True, False):
+        inputs, at_N = part.inputs(packed=packed)
+        other, at_other_N = wanted.inputs(packed=packed)
+        assert torch.equal(inputs["input_ids"], other["input_ids"])
+        assert torch.equal(at_N, at_other_N)
+    assert torch.equal(part.mask_BK[:, :2], wanted.mask_BK)
+    assert torch.equal(part.behavior_logp_BK[:, :2], wanted.behavior_logp_BK)
 
 
 def test_a_plan_survives_the_wire_and_each_rank_reads_its_share() -> None:
@@ -109,17 +87,16 @@ def test_a_plan_survives_the_wire_and_each_rank_reads_its_share() -> None:
     assert (got.advantage, got.weight, got.index) == (2.0, 0.125, 3)
 
 
-@pytest.fixture(scope="module")
-def model(model_dir: Path) -> torch.nn.Module:
-    return load_model(model_dir, attention="sdpa", checkpointing=False)
+@pytest.fixture(scope="module", params=["off", "on"])
+def model(model_dir: Path, request: pytest.FixtureRequest) -> torch.nn.Module:
+    return load_model(model_dir, attention="sdpa", checkpointing=False, packing=request.param)
 
 
 def logprobs(model: torch.nn.Module, rows: list[TrainSequence]) -> list[torch.Tensor]:
     batch = collate(rows)
     with torch.no_grad():
-        logits = model(input_ids=batch.input_ids_BT, logits_to_keep=batch.target_ids_BK.shape[1]).logits
-    logp = token_logprobs(logits, batch.target_ids_BK, temperature=1.0)
-    return [logp[i][batch.mask_BK[i]] for i in range(len(rows))]
+        logp_BK, _ = token_passes(model, batch, temperature=1.0)
+    return [logp_BK[i][batch.mask_BK[i]] for i in range(len(rows))]
 
 
 @pytest.mark.parametrize("padding", [0, 3, 60])

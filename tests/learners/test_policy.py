@@ -93,7 +93,7 @@ def test_c95_two_ranks_at_any_zero_stage_step_as_one_process_does(
     assert difference(two / f"z{stage}-second.safetensors", plain[2]) < 1e-6
 
 
-@pytest.mark.parametrize("tag", ["z2", "checkpointing", "offload"])
+@pytest.mark.parametrize("tag", ["z2", "padded", "checkpointing", "padded-checkpointing", "offload"])
 def test_c95_many_micro_batches_step_as_one_does(two: Path, plain: list[dict[str, Tensor]], tag: str) -> None:
     assert difference(two / f"many-{tag}.safetensors", plain[2]) < 1e-6
 
