@@ -160,11 +160,11 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_i
             assert enough.wait(10)
             super().write(path, text)
 
-        def step(self, micro_batches: list[Any], *, denominator: int) -> StepStats:
+        def step(self, share: Plan[Rows], revalue: Callable[..., Any]) -> StepStats:
             if self.version == 3:
                 assert not list(tmp_path.glob("step_*")), "the first save is over before it may be"
                 enough.set()
-            return super().step(micro_batches, denominator=denominator)
+            return super().step(share, revalue)
 
     enough = threading.Event()
     seen = run(Slow(), total_steps=4, checkpoint=CheckpointConfig(every_steps=2))
