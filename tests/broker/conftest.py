@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from broker.messages import Completion, Group, Lease, Prompt, Rules, Split
 from broker.redis_connection import acl_rule
 from broker.redis_server import RedisServer
 from broker.server import BrokerServer
+from tests.broker.folders import in_memory
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,12 @@ def make() -> Make:
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     """One real server for all tests; each test has a namespace of its own. A missing binary is a failure."""
-    server = RedisServer(BrokerConfig(backend="redis"))
-    yield server
-    server.stop()
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:  # the tests of its reloads dump thousands of times
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", folder)
+            server = RedisServer(BrokerConfig(backend="redis"))
+        yield server
+        server.stop()
 
 
 def limited_user(server: RedisServer, namespace: str, name: str = "run") -> str:

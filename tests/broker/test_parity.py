@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.broker.folders import in_memory
 from tests.broker.triplets import Triplets
 
-EXAMPLES = 2000
+EXAMPLES = int(os.environ.get("LEDGER_EXAMPLES", "500"))  # a nightly run asks for 2000
 
 
 @pytest.mark.service
@@ -20,8 +22,7 @@ EXAMPLES = 2000
 @pytest.mark.parametrize("part", range(4))
 def test_all_ledgers_do_the_same_whatever_crashes(redis_server: Any, make: Any, part: int) -> None:
     """In memory: what SIGKILL leaves of a file is for tests/drills."""
-    shared_memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         check(part, redis_server.url, make, Path(folder))
 
 
