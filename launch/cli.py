@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
     from types import FrameType
+    from typing import NoReturn, TextIO
 
 # name -> (module, or module:function, help); the function, by default ``run``, takes args and returns the exit code.
 # Imported when chosen: torch takes seconds, --help must not.
@@ -28,6 +29,48 @@ _COMMANDS = {
     "config": ("launch.config_show", "show the resolved configuration and the derived numbers"),
     "doctor": ("launch.doctor", "check this machine, and name the fix"),
 }
+
+
+def command() -> NoReturn:
+    """The process: runs ``main`` and ends with its exit code.
+
+    By os._exit, after all that atexit holds: a daemon thread that waits inside PyTorch (its TCPStore, a broadcast)
+    comes back without the interpreter's lock while that is being taken down, and the process is aborted with code 134.
+    """
+    import atexit
+    import traceback
+
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    try:
+        _finish_threads()
+        atexit._run_exitfuncs()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            _flush(stream)
+        os._exit(code)
+
+
+def _finish_threads() -> None:
+    """Those that are no daemons are waited for, as the interpreter does."""
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        threading._shutdown()
+
+
+def _flush(stream: TextIO | None) -> None:
+    import contextlib
+
+    with contextlib.suppress(OSError, ValueError):  # closed, or whoever read it has gone
+        if stream is not None:
+            stream.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,4 +192,4 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

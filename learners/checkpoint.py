@@ -87,10 +87,11 @@ class Checkpoints:
     def set_aside_after(self, version: int) -> None:
         """Renames the checkpoints above ``version``: a run that starts from before them has given them up, and they
         must be neither resumed from nor counted among those to keep. Of all that were given up the newest are kept,
-        as many as of the others. What a killed process has left half-written goes too."""
+        as many as of the others. What a killed process has left half-written or half-deleted goes too."""
         if self._rank == 0:
-            for draft in self._directory.glob(f"{_DRAFT}step_*"):
-                shutil.rmtree(draft, ignore_errors=True)
+            for path in [*self._directory.glob(f"{_DRAFT}step_*"), *self._directory.glob("step_*")]:
+                if not (path / MARKER).is_file():  # not yet complete, or not any more
+                    shutil.rmtree(path, ignore_errors=True)
             for _, path in [one for one in self._complete_ones() if one[0] > version]:
                 number = 1
                 while (aside := path.with_name(f"given-up-{number}-{path.name}")).exists():

@@ -198,3 +198,31 @@ def test_every_line_about_several_wrong_settings_says_who_speaks(tmp_path: Path)
     assert done.returncode == 2
     assert len(lines) == 3
     assert all(line.startswith("slipstream: ") for line in lines)
+
+
+def test_a_thread_that_still_waits_inside_pytorch_does_not_abort_the_process_at_its_end() -> None:
+    """Where the interpreter is taken down under it, one in a few ends with SIGABRT, so several are tried."""
+    script = (
+        "import atexit, datetime, sys, threading, time\n"
+        "from torch.distributed import TCPStore\n"
+        "from launch import cli\n"
+        "def wait(store):\n"
+        "    while True:\n"
+        "        try: store.get('never')\n"
+        "        except Exception: pass\n"
+        "def main():\n"
+        "    for _ in range(8):\n"
+        "        store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "        store.set_timeout(datetime.timedelta(seconds=0.02))\n"
+        "        threading.Thread(target=wait, args=(store,), daemon=True).start()\n"
+        "    atexit.register(print, 'at the end')\n"
+        "    time.sleep(0.2)\n"
+        "    print('main is done')\n"
+        "    return 3\n"
+        "cli.main = main\n"
+        "cli.command()\n"
+    )
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 3, done.stderr[-2000:]
+        assert done.stdout.splitlines() == ["main is done", "at the end"]

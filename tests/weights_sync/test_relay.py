@@ -20,7 +20,7 @@ from broker.redis_server import RedisServer
 from broker.server import BrokerServer
 from tests.weights_sync.conftest import RULES, Follower, ProcessReceiver, ThreadReceiver
 from weights_sync.config import WeightsSyncConfig
-from weights_sync.errors import SyncFailed
+from weights_sync.errors import LayoutRefused
 from weights_sync.publisher import Publisher
 from weights_sync.relay import Relay
 from weights_sync.staging import declare
@@ -171,12 +171,8 @@ def test_a_broker_that_lost_its_blobs_fails_the_attempt_and_the_version_is_sent_
     assert torch.equal(receiver.versions[0]["0.weight"], model[0].weight)
 
 
-def test_more_than_the_broker_may_hold_fails_with_its_setting_and_nothing_stays_there(served, publish, follow) -> None:
-    follow("g1")
+def test_a_version_that_can_never_lie_in_the_broker_is_refused_before_training(served, publish) -> None:
     access = Access(config=served.access.config.model_copy(update={"max_blob_bytes": 4096}), url=served.access.url)
-    publisher = publish(access)
-    publisher.offer(0, nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 8)).named_parameters())
-    with pytest.raises(SyncFailed, match=r"learner: rank 0, version 0: .*broker\.max_blob_bytes = 4096"):
-        publisher.flush(2)
-    publisher.close()
+    with pytest.raises(LayoutRefused, match=r"takes \d+ bytes, more than broker\.max_blob_bytes = 4096"):
+        publish(access)
     assert served.client().sweep_blobs([]) == 0

@@ -233,6 +233,7 @@ def test_rank_0_that_stood_still_itself_blames_nobody_else() -> None:
     looks = Looks(0.4)
     looks.beat_for(0.1, 1, 2)
     looks.beat_for(0.1, 1, 2, every_s=0.5)
+    looks.beat_for(0.1, 1, 2)
     assert "learner rank 0 itself stood still for 0." in looks.senders.fault(looks.attempt, since=time.monotonic())
 
 
