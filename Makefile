@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 GSM8K ?= $(firstword $(wildcard data/gsm8k ../shared/data/gsm8k) data/gsm8k)
 export HF_HUB_OFFLINE ?= 1
 export TORCH_CPP_LOG_LEVEL ?= ERROR
@@ -16,7 +17,7 @@ real: $(VENV)/.ready  ## a real model on real prompts (GSM8K's directory in GSM8
 	  task.options.path=$(GSM8K) $(ARGS)
 
 test: $(VENV)/.ready  ## every test that runs without a GPU
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 check: lint  ## the whole check in under 90 seconds
 	$(BIN)/python -m pytest -m "not slow and not service and not gpu" -q -n 4 --dist loadfile $(ARGS)

@@ -113,9 +113,13 @@ class Learner:
 
     async def in_use(self) -> None:
         """Reports the version, and waits until the publisher knows."""
-        self._used = self.version
-        self._report(MemberState.SERVING)
+        self.uses(self.version)
         await asyncio.to_thread(self.publisher.flush, 20)
+
+    def uses(self, version: int) -> None:
+        """Reports the version that the engine uses."""
+        self._used = version
+        self._report(MemberState.SERVING)
 
     async def staged(self, engine: Engine) -> Publication:
         """Offers the next version and stages it as a generator's loop does: a failed attempt is followed by another."""

@@ -85,6 +85,7 @@ def test_a_version_that_comes_while_the_one_before_is_staged_follows_it(vllm: Se
         vllm.learner.publisher.offer(vllm.learner.version, vllm.model.named_parameters())
         await vllm.engine.swap(first)
         assert vllm.engine.policy_version == before
+        vllm.learner.uses(before)
         second = await vllm.learner.announced(vllm.learner.version)
         await vllm.engine.stage(second, member_id="g1")
         await vllm.engine.swap(second)
