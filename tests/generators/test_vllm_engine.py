@@ -286,7 +286,8 @@ def test_c56_a_killed_engine_is_reported_as_dead_and_not_waited_for(vllm: Setup,
             core.kill()
             with pytest.raises(EngineDead):
                 await asyncio.wait_for(swap, 20)
-        core.kill()
+        else:
+            core.kill()
         await asyncio.wait_for(answer, 20)
 
     with pytest.raises(EngineDead):
